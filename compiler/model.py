@@ -1,7 +1,9 @@
 """Model dimensions, from a Hugging Face ``config.json``. Knows two families: Kimi K3 and Kimi-Linear."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class ModelConfig:
     expert_format: str  # "mxfp4" | "dense"
     weight_dtype: str  # "bf16" | "fp32": every weight that has no dtype of its own
     vector_dtype: str  # dtype of conv weights, A_log, dt_bias, o_norm and the router bias
+    max_positions: int | None = None  # longest sequence the model was made for; None: not said
 
     @property
     def layers(self) -> int:
@@ -65,3 +68,15 @@ class ModelConfig:
     def shared_intermediate(self) -> int:
         """Width of the fused shared-expert MLP."""
         return self.shared_experts * self.moe_intermediate
+
+
+def model_from_config(data: Mapping[str, Any], file: str = "config.json") -> ModelConfig:
+    """The model that a Hugging Face config describes; raises ``SpecError`` with every problem at once.
+
+    ``file`` is the name that problems quote. Problems carry lines only when the text itself was
+    read (``model: {config: ...}`` in a plan file), because plain data has no positions.
+    """
+    from .document import Source, wrap
+    from .hf_config import read_model
+
+    return read_model(wrap(data, Source("config", file)))[0]
