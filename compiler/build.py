@@ -1,0 +1,184 @@
+"""Boundary 2: the graph of a whole decode step, from a Spec. Says what is computed; nothing is split or fused.
+
+This file has the frame of the step (embedding, residual stream, head). ``build_attention.py`` and
+``build_mlp.py`` have the two halves of a layer. Shapes are global; weights name their checkpoint tensors.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import GraphError
+from .ir import Axis, Graph, Node, Value
+from .ops import OPS
+from .recipe import Leaf, Mul, Recipe, shape_of
+from .spec import Spec
+
+
+@dataclass
+class GraphBuilder:
+    """Collects nodes; value names are ``scope.name``, so equal layers differ in their scope only."""
+
+    spec: Spec
+    values: dict[str, Value] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    scope: str = ""
+    layer: int | None = None
+    stage: str = ""
+
+    def enter(self, scope: str, layer: int | None, stage: str) -> None:
+        self.scope, self.layer, self.stage = scope, layer, stage
+
+    def add_value(self, value: Value) -> str:
+        if value.name in self.values:
+            raise GraphError(f"value {value.name} is made twice")
+        self.values[value.name] = value
+        return value.name
+
+    def weight(self, name: str, recipe: Recipe, dtype: str, axis: Axis | None = None) -> str:
+        """A parameter of this scope."""
+        value = Value(f"{self.scope}.{name}", shape_of(recipe), dtype, "weight", axis=axis, recipe=recipe)
+        return self.add_value(value)
+
+    def storage(self, name: str, shape: tuple[int, ...], dtype: str, role: str, axis: Axis | None = None) -> str:
+        """A cache or state of this scope, kept from step to step."""
+        return self.add_value(Value(f"{self.scope}.{name}", shape, dtype, role, axis=axis))
+
+    def apply(self, op: str, name: str | tuple[str, ...], *inputs: str, **attrs: Any) -> Any:
+        """Adds a node; returns the output name, or a tuple of them for ops with several outputs."""
+        names = (name,) if isinstance(name, str) else name
+        values = [self.values[i] for i in inputs]
+        definition = OPS[op]
+        shapes = definition.infer(values, attrs)
+        outputs = []
+        for index, (short, (shape, dtype)) in enumerate(zip(names, shapes, strict=True)):
+            source = definition.alias.get(index)
+            role = values[source].role if source is not None and definition.kind != "view" else "activation"
+            outputs.append(self.add_value(Value(f"{self.scope}.{short}", shape, dtype, role)))
+        self.nodes.append(
+            Node(f"{self.scope}.{names[0]}", op, inputs, tuple(outputs), attrs, self.layer, self.stage)
+        )
+        return outputs[0] if isinstance(name, str) else tuple(outputs)
+
+    def linear(self, name: str, x: str, tensor: str, shape: tuple[int, int], axis: Axis | None = None,
+               out_dtype: str | None = None) -> str:
+        """A projection by the checkpoint tensor ``tensor`` of this layer."""
+        weight = self.weight(f"{name}.weight", self.leaf(tensor, shape), self.spec.model.weight_dtype, axis)
+        attrs = {"out_dtype": out_dtype} if out_dtype else {}
+        return self.apply("linear", name, x, weight, **attrs)
+
+    def rms_norm(self, name: str, x: str, tensor: str, eps: float) -> str:
+        weight = self.weight(f"{name}.weight", self.leaf(tensor, self.values[x].shape[-1:]),
+                             self.spec.model.weight_dtype)
+        return self.apply("rms_norm", name, x, weight, eps=eps)
+
+    def leaf(self, tensor: str, shape: tuple[int, ...], dtype: str | None = None, *others: str) -> Leaf:
+        """A tensor of the current layer, or of the model where there is no layer."""
+        prefix = self.spec.model.tensor_prefix
+        if self.layer is not None:
+            prefix += f"layers.{self.layer}."
+        names = tuple(prefix + n for n in (tensor, *others))
+        return Leaf(names, shape, dtype or self.spec.model.weight_dtype)
+
+
+@dataclass
+class Stream:
+    """The residual stream while the layers are laid down: the running prefix and the finished blocks."""
+
+    prefix: str
+    blocks: list[str]
+
+
+def build_graph(spec: Spec) -> Graph:
+    """The step of ``spec``: embedding, the chosen layers, head and greedy sampling."""
+    from .build_attention import kda_layer, mla_layer
+    from .build_mlp import dense_mlp, moe_mlp
+
+    b = GraphBuilder(spec)
+    inputs = _step_inputs(b)
+    b.enter("embed", None, "embed")
+    model = spec.model
+    table = b.weight("table", b.leaf("embed_tokens.weight", (model.vocab, model.hidden)), model.weight_dtype,
+                     Axis("vocabulary", 0))
+    prefix = b.apply("embed", "rows", "tokens", table, "rank", out_dtype=spec.numerics.activation)
+    stream, delta = Stream(prefix, []), None
+    for layer in spec.layers:
+        b.enter(f"L{layer}.attn", layer, "attn")
+        h = _enter_attention(b, stream, delta, layer)
+        y = kda_layer(b, h) if model.attention[layer] == "kda" else mla_layer(b, h)
+        b.enter(f"L{layer}.mlp", layer, "mlp")
+        h = _enter_mlp(b, stream, y, layer)
+        delta = dense_mlp(b, h) if model.mlp[layer] == "dense" else moe_mlp(b, h)
+    outputs = _head(b, stream, delta)
+    used = {name for node in b.nodes for name in node.inputs} | set(outputs)
+    unused = [name for name in inputs if name not in used]
+    values = {name: value for name, value in b.values.items() if name not in unused}
+    return Graph(tuple(b.nodes), values, tuple(n for n in inputs if n in values), tuple(outputs))
+
+
+def _step_inputs(b: GraphBuilder) -> list[str]:
+    """Index tensors that the caller writes before each step; ``rank`` is written once, when binding."""
+    step = b.spec.step
+    pages = -(-step.context // step.page_size)
+    shapes = {
+        "tokens": (step.rows,), "positions": (step.rows,), "slots": (step.sequences,),
+        "page_table": (step.sequences, pages), "accepted": (step.sequences,), "rank": (1,),
+    }
+    return [b.add_value(Value(name, shape, "i32", "index")) for name, shape in shapes.items()]
+
+
+def _mix(b: GraphBuilder, stream: Stream, name: str, norm: str, projection: str) -> str:
+    """AttnRes over the finished blocks and the prefix; the prefix itself where there is no block yet."""
+    if not stream.blocks:
+        return stream.prefix
+    hidden = b.spec.model.hidden
+    score = b.weight(f"{name}.score", Mul(b.leaf(norm, (hidden,)), _row(b.leaf(projection, (1, hidden)))), "fp32")
+    return b.apply("attn_res", name, score, stream.prefix, *stream.blocks, eps=b.spec.model.eps)
+
+
+def _row(leaf: Leaf) -> Recipe:
+    from .recipe import Reshape
+
+    return Reshape((leaf.shape[1],), leaf)
+
+
+def _enter_attention(b: GraphBuilder, stream: Stream, delta: str | None, layer: int) -> str:
+    if delta is not None:
+        stream.prefix = b.apply("residual_add", "prefix", stream.prefix, delta)
+    block = b.spec.model.attn_res_block
+    mixed = stream.prefix
+    if block is not None:
+        mixed = _mix(b, stream, "mix", "self_attention_res_norm.weight", "self_attention_res_proj.weight")
+        if layer % block == 0:
+            # a block is kept, not copied: this value stays alive until the last mix
+            stream.blocks.append(stream.prefix)
+    return b.rms_norm("h", mixed, "input_layernorm.weight", b.spec.model.eps)
+
+
+def _enter_mlp(b: GraphBuilder, stream: Stream, y: str, layer: int) -> str:
+    block = b.spec.model.attn_res_block
+    if block is not None and layer % block == 0:
+        stream.prefix = y
+    else:
+        stream.prefix = b.apply("residual_add", "prefix", stream.prefix, y)
+    mixed = stream.prefix
+    if block is not None:
+        mixed = _mix(b, stream, "mix", "mlp_res_norm.weight", "mlp_res_proj.weight")
+    return b.rms_norm("h", mixed, "post_attention_layernorm.weight", b.spec.model.eps)
+
+
+def _head(b: GraphBuilder, stream: Stream, delta: str | None) -> list[str]:
+    model, wanted = b.spec.model, b.spec.step.outputs
+    b.enter("head", None, "head")
+    if delta is not None:
+        stream.prefix = b.apply("residual_add", "prefix", stream.prefix, delta)
+    mixed = stream.prefix
+    if model.attn_res_block is not None:
+        mixed = _mix(b, stream, "mix", "output_attn_res_norm.weight", "output_attn_res_proj.weight")
+    hidden = b.rms_norm("hidden", mixed, "norm.weight", model.eps)
+    weight = b.weight("logits.weight", Leaf((model.head_name,), (model.vocab, model.hidden), model.weight_dtype),
+                      model.weight_dtype, Axis("vocabulary", 0))
+    logits = b.apply("linear", "logits", hidden, weight, out_dtype="fp32")
+    key = b.apply("argmax_key", "key", logits, "rank")
+    tokens = b.apply("token_of_key", "tokens", key, "positions")
+    return [{"tokens": tokens, "logits": logits, "hidden": hidden}[name] for name in wanted]
