@@ -1,0 +1,240 @@
+"""Find every place of a graph where a kernel fits. Decides what fits; ``cover`` decides what is taken."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .ir import Graph, Node
+from .kernel import KernelDef, Menu, Region
+from .order import FREE_OPS, successors
+from .pattern import ANY, PatternNode, Step, Variant
+
+Binding = dict[str, str]
+# where it failed, and the text with its arguments, put together only for a failure that is kept
+Failure = tuple[str, str, tuple[object, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class NearMiss:
+    """A kernel that almost fits. ``node`` is where it failed, ``nodes`` what it had reached, anchor first."""
+
+    kernel: str
+    node: str
+    reason: str
+    nodes: tuple[str, ...]
+
+
+def find_regions(
+    graph: Graph,
+    menu: Menu,
+    free_ops: frozenset[str] = FREE_OPS,
+    *,
+    arch: str | None = None,
+    rows: int | None = None,
+) -> tuple[list[Region], list[NearMiss]]:
+    """All regions of ``menu`` on ``graph`` for a target, and the kernels that failed late, in graph order.
+
+    ``arch`` and ``rows`` of None accept any. Two matches of one kernel with the same nodes count once: the
+    first, in graph order, that the kernel's ``needs`` accepts. A kernel has one near miss at most for each
+    node that its pattern may end in, and none where it fits; finding only the last node is no miss.
+    """
+    matcher = _Matcher(graph, menu, free_ops, arch, rows)
+    for node in graph.nodes:
+        for kernel, variant in menu.by_anchor.get(node.op, ()):
+            matcher.match(kernel, variant, node)
+    return list(matcher.regions.values()), matcher.near_misses()
+
+
+class _Matcher:
+    def __init__(self, graph: Graph, menu: Menu, free_ops: frozenset[str], arch: str | None,
+                 rows: int | None) -> None:
+        self.graph = graph
+        self.free_ops = free_ops
+        self.position = {node.name: index for index, node in enumerate(graph.nodes)}
+        self.producer = graph.producer
+        self.consumers = graph.consumers
+        self.edges = successors(graph, free_ops)
+        self.leaving = frozenset(graph.outputs)
+        self.refusals = {kernel.id: kernel.refusal(arch, rows) for kernel in menu}
+        self.regions: dict[tuple[str, tuple[int, ...]], Region] = {}
+        self.fitting: set[tuple[str, str]] = set()
+        # (kernel, anchor) -> (whether all of the pattern was there, the miss)
+        self.misses: dict[tuple[str, str], tuple[bool, NearMiss]] = {}
+        self.furthest: tuple[tuple[Node, ...], Failure] | None = None
+
+    def match(self, kernel: KernelDef, variant: Variant, anchor: Node) -> None:
+        """Record each region, or else the best near miss, of one variant that ends in ``anchor``."""
+        self.furthest = None
+        complete = False
+        for binding in self._bind(variant.anchor, anchor, {}, ()):
+            for found, nodes in self._extend(variant.steps, 1, binding, (anchor,)):
+                complete = True
+                self._accept(kernel, variant, found, nodes)
+        if not complete and self.furthest is not None:
+            nodes, failure = self.furthest
+            if len(nodes) > 1 or len(variant.nodes) == 1:
+                self._miss(kernel, nodes, failure, complete=False)
+
+    def near_misses(self) -> list[NearMiss]:
+        return [miss for key, (_, miss) in self.misses.items() if key not in self.fitting]
+
+    def _extend(self, steps: tuple[Step, ...], index: int, binding: Binding,
+                nodes: tuple[Node, ...]) -> Iterator[tuple[Binding, tuple[Node, ...]]]:
+        """Every way to match ``steps[index:]``, depth first."""
+        if index == len(steps):
+            yield binding, nodes
+            return
+        step = steps[index]
+        for node in self._candidates(step, binding, nodes):
+            if any(node is other for other in nodes):
+                continue
+            for bound in self._bind(step.node, node, binding, nodes):
+                yield from self._extend(steps, index + 1, bound, (*nodes, node))
+
+    def _candidates(self, step: Step, binding: Binding, nodes: tuple[Node, ...]) -> list[Node]:
+        op = step.node.op
+        if step.output >= 0:
+            name = binding[step.node.outputs[step.output]]
+            node = self.producer.get(name)
+            if node is not None and node.op == op:
+                return [node]
+            self._fail(nodes, (nodes[-1].name, "value {} is made by {}, not by {}",
+                               (name, node.op if node else "nothing", op)))
+            return []
+        # a sibling: look among the readers of the shared rows. Weights, states and indices tie nothing
+        # together (a slot index is read by every layer).
+        values = self.graph.values
+        shared = [binding[name] for name in step.shared if values[binding[name]].role == "activation"]
+        name = min(shared, key=lambda n: len(self.consumers[n]), default="")
+        found = [node for node in self.consumers[name] if node.op == op] if name else []
+        if not found:
+            self._fail(nodes, (nodes[-1].name, "no {} reads {}", (op, name or "the same rows")))
+        return found
+
+    def _bind(self, pattern: PatternNode, node: Node, binding: Binding,
+              nodes: tuple[Node, ...]) -> list[Binding]:
+        """``binding`` with the names of one line added: none, one, or two (an add in either order)."""
+        count = len(pattern.args)
+        inputs = node.inputs
+        if len(node.outputs) != len(pattern.outputs):
+            self._fail((*nodes, node), (node.name, "{} has {} outputs, the pattern has {}",
+                                        (node.op, len(node.outputs), len(pattern.outputs))))
+            return []
+        if len(inputs) != count and not (pattern.rest and len(inputs) > count):
+            self._fail((*nodes, node), (node.name, "{} has {} inputs, the pattern has {}{}",
+                                        (node.op, len(inputs), count, " or more" if pattern.rest else "")))
+            return []
+        found = []
+        for args in (pattern.args, pattern.args[::-1]) if pattern.commutes else (pattern.args,):
+            bound = dict(binding)
+            for name, value in zip((*args, *pattern.outputs), (*inputs[:count], *node.outputs), strict=True):
+                if name != ANY and bound.setdefault(name, value) != value:
+                    break
+            else:
+                found.append(bound)
+        if not found:
+            self._fail((*nodes, node), (node.name, "{} does not read the values that the pattern shares",
+                                        (node.op,)))
+        return found
+
+    def _accept(self, kernel: KernelDef, variant: Variant, binding: Binding, nodes: tuple[Node, ...]) -> None:
+        """A complete match: check the target, the boundary and the kernel's own needs."""
+        places = tuple(sorted(self.position[node.name] for node in nodes))
+        if (kernel.id, places) in self.regions or all(node.op in self.free_ops for node in nodes):
+            return
+        refusal = self.refusals[kernel.id]
+        exported = {binding[name] for name in variant.exports}
+        failure: Failure | None = (nodes[0].name, refusal, ()) if refusal else None
+        if failure is None:
+            failure = self._escape(variant, nodes, exported) or self._detour(places)
+        if failure is None:
+            for name, first in variant.aliases:
+                binding[name] = binding[first]
+            region = self._region(kernel, variant, binding, nodes, exported)
+            reason = kernel.needs(region) if kernel.needs else None
+            if reason is None:
+                self.regions[kernel.id, places] = region
+                self.fitting.add((kernel.id, nodes[0].name))
+                return
+            failure = (nodes[0].name, "{}", (reason,))
+        self._miss(kernel, nodes, failure, complete=True)
+
+    def _escape(self, variant: Variant, nodes: tuple[Node, ...], exported: set[str]) -> Failure | None:
+        """Why the nodes cannot be computed apart from the rest: a hidden value is read outside, or a value
+        that the kernel expects from outside is made inside."""
+        names = {node.name for node in nodes}
+        made = {out for node in nodes for out in node.outputs}
+        for step, node in zip(variant.steps, nodes, strict=True):
+            if len(made.intersection(node.inputs)) != step.made:
+                return node.name, "{} reads a value as an input that is made inside", (node.op,)
+            for out in node.outputs:
+                if out in exported or self._readable(node, exported, names):
+                    continue
+                reader = next((r.name for r in self.consumers[out] if r.name not in names), None)
+                if reader is not None:
+                    return node.name, "value {} is read outside by {}", (out, reader)
+                if out in self.leaving:
+                    return node.name, "value {} is an output of the graph", (out,)
+        return None
+
+    def _readable(self, node: Node, exported: set[str], names: set[str]) -> bool:
+        """Whether a view's output can be had outside without the kernel: it views an export or an input."""
+        while node.op in self.free_ops:
+            source = node.inputs[0]
+            maker = self.producer.get(source)
+            if source in exported or maker is None or maker.name not in names:
+                return True
+            node = maker
+        return False
+
+    def _leaves(self, value: str, names: set[str], exported: set[str]) -> bool:
+        """Whether ``value`` is read outside, directly or through a view inside that is not an export."""
+        return value in self.leaving or any(
+            reader.name not in names
+            or (reader.op in self.free_ops
+                and any(out not in exported and self._leaves(out, names, exported) for out in reader.outputs))
+            for reader in self.consumers[value])
+
+    def _detour(self, places: tuple[int, ...]) -> Failure | None:
+        """Why the region is not convex: a node outside reads from it and leads back. Paths go forward."""
+        first, last = places[0], places[-1]
+        if last - first < len(places):
+            return None
+        inside = frozenset(places)
+        stack = [p for place in places for p in self.edges[place] if p < last and p not in inside]
+        seen = set(stack)
+        while stack:
+            place = stack.pop()
+            for later in self.edges[place]:
+                if later in inside:
+                    name = self.graph.nodes[place].name
+                    return name, "a path leaves the region and returns through {}", (name,)
+                if later < last and later not in seen:
+                    seen.add(later)
+                    stack.append(later)
+        return None
+
+    def _region(self, kernel: KernelDef, variant: Variant, binding: Binding, nodes: tuple[Node, ...],
+                exported: set[str]) -> Region:
+        matched = {step.node.line: node for step, node in zip(variant.steps, nodes, strict=True)}
+        in_order = [matched[pattern.line] for pattern in variant.nodes]
+        made = {out for node in nodes for out in node.outputs}
+        names = {node.name for node in nodes}
+        inputs = tuple(dict.fromkeys(name for node in in_order for name in node.inputs if name not in made))
+        outputs = tuple(out for out in (binding[name] for name in variant.order)
+                        if self._leaves(out, names, exported))
+        in_graph = tuple(sorted(nodes, key=lambda node: self.position[node.name]))
+        return Region(kernel, in_graph, binding, inputs, outputs, self.graph)
+
+    def _fail(self, nodes: tuple[Node, ...], failure: Failure) -> None:
+        if self.furthest is None or len(nodes) > len(self.furthest[0]):
+            self.furthest = nodes, failure
+
+    def _miss(self, kernel: KernelDef, nodes: tuple[Node, ...], failure: Failure, *, complete: bool) -> None:
+        key = kernel.id, nodes[0].name
+        known = self.misses.get(key)
+        if known is not None and (known[0], len(known[1].nodes)) >= (complete, len(nodes)):
+            return
+        where, text, arguments = failure
+        miss = NearMiss(kernel.id, where, text.format(*arguments), tuple(node.name for node in nodes))
+        self.misses[key] = complete, miss
