@@ -1,0 +1,32 @@
+"""Every environment flag of k3plan, declared once. Nothing else in the package reads the environment.
+
+A flag is for looking inside or for a machine's peculiarities. What a plan computes is never a flag: that
+belongs in the plan file, where the plan's key covers it.
+"""
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+PREFIX = "K3PLAN_"
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One environment variable: ``read`` gives its text, or ``default`` when it is unset or empty."""
+
+    name: str
+    default: str
+    meaning: str
+
+    def read(self) -> str:
+        return os.environ.get(self.name) or self.default
+
+
+KNOBS: tuple[Knob, ...] = ()
+
+
+def unknown() -> list[str]:
+    """Variables that are set, look like ours and are not: most likely a misspelled or withdrawn flag."""
+    known = {knob.name for knob in KNOBS}
+    return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
