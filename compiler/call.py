@@ -1,0 +1,49 @@
+"""What the runtime hands to a kernel when it binds a launch. The only type that kernel files share with it."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Launch = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One planned launch on one rank.
+
+    ``tensors`` maps the names of the kernel's pattern to tensors: inputs, and those exports that are read
+    outside (the others are absent: do not write them). Views may be strided along any but the last dim.
+    ``rest`` are the inputs that the pattern takes by ``...``. ``attrs`` maps the first output name of each
+    pattern line to that node's attributes; an absent optional line has no entry. ``scratch`` are tensors that
+    the kernel asked for; those of kind "zeroed" were zero before the first launch and the kernel must leave
+    them zero. ``config`` is the tuned configuration of the plan.
+
+    ``bind(call)`` of a kernel file checks its assumptions (AssertionError with values: the plan was wrong),
+    compiles nothing at run time beyond the first call, and returns a function without arguments that launches
+    on the current stream, allocates nothing, reads nothing back and takes no decision on the host.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    rest: tuple[torch.Tensor, ...] = ()
+    attrs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    scratch: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    dependent_launch: bool = False  # programmatic dependent launch edges before and after this launch
+    ranks: int = 1
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """The tensor of a pattern name, or None when nothing outside reads it."""
+        return self.tensors.get(name)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Workspace that a kernel asks for: shape, dtype, and whether it must be zero before the first launch."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    zeroed: bool = False  # zeroed scratch keeps its address for the life of the plan
