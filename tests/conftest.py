@@ -55,5 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     left_out = sum("gpu" in report.keywords for report in terminalreporter.stats.get("skipped", []))
     if left_out and not runs_on_device(config):
-        need = "run on the GPU with `pytest -m gpu`" if GPU_HERE else "need an NVIDIA GPU"
-        terminalreporter.write_line(f"{left_out} test{'s' * (left_out != 1)} {need} and were not run")
+        how = "; run them with `pytest -m gpu`" if GPU_HERE else ""
+        many = f"{left_out} tests need an NVIDIA GPU and were"
+        tests = "1 test needs an NVIDIA GPU and was" if left_out == 1 else many
+        terminalreporter.write_line(f"{tests} not run{how}")

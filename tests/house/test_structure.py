@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
 from k3plan.compiler.knobs import KNOBS, PREFIX
 
 if sys.version_info >= (3, 11):
