@@ -1,4 +1,4 @@
-"""YAML and JSON text to values that know where they stand. Decides how a finding is quoted, not what is right."""
+"""YAML and JSON text to values that know where they stand. Decides how a finding is quoted."""
 from __future__ import annotations
 
 import json
@@ -93,6 +93,23 @@ class Item:
         return self.value
 
 
+def show(item: Item) -> str:
+    """The value as the file writes it, shortened."""
+    if isinstance(item.value, (dict, list)):
+        return "{...}" if isinstance(item.value, dict) else "[...]"
+    if isinstance(item.value, bool) or item.value is None:
+        return {True: "true", False: "false", None: "null"}[item.value]
+    return f'"{item.value}"' if isinstance(item.value, str) else str(item.value)
+
+
+def a_kind(item: Item) -> str:
+    """What kind of value the item is, in words for a sentence."""
+    if item.value is None:
+        return "nothing"
+    names = {bool: "a boolean", int: "a whole number", float: "a real number", str: "a string"}
+    return names.get(type(item.value), "a mapping" if isinstance(item.value, dict) else "a list")
+
+
 def wrap(data: Any, source: Source) -> Item:
     """Plain data as items without a place, for configs that did not come from a file."""
     if isinstance(data, Mapping):
@@ -103,13 +120,16 @@ def wrap(data: Any, source: Source) -> Item:
 
 
 def merge(base: Item, top: Item) -> Item:
-    """Deep merge of mappings; anything else in ``top`` replaces what ``base`` has."""
+    """Deep merge of mappings; anything else in ``top`` replaces what ``base`` has.
+
+    A merged mapping stands where the later file has it; a flag has no place for what it does not say.
+    """
     if not isinstance(base.value, dict) or not isinstance(top.value, dict):
         return top
     merged = dict(base.value)
     for key, item in top.value.items():
         merged[key] = merge(merged[key], item) if key in merged else item
-    return replace(top, value=merged)
+    return replace(base if top.source.kind == "flag" else top, value=merged)
 
 
 def parse_yaml(text: str, source: Source) -> tuple[Item | None, list[Problem]]:
@@ -178,7 +198,7 @@ class _YamlBuilder:
             if not name:
                 self._refuse(span, "a key must be a name", "write a plain key")
             elif name == "<<":
-                self._refuse(span, "merge keys (<<) are not read", "use `extends: other.yaml` or repeat the keys")
+                self._refuse(span, "merge keys (<<) are not read", "use `extends:` or repeat the keys")
             elif name in found:
                 first = found[name].key or Span()
                 message = f"`{name}` stands twice in one mapping; it was first given on line {first.line}"

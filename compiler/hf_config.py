@@ -1,12 +1,12 @@
-"""Hugging Face config items to ``ModelConfig``. Decides which models are understood, not how they are split."""
+"""Hugging Face config items to ``ModelConfig``. Decides which models are understood."""
 from __future__ import annotations
 
 from typing import Any
 
-from .document import Item
+from .document import Item, a_kind, show
 from .errors import Origin, SpecError
 from .hf_layers import attention_kinds, mlp_kinds
-from .hf_reader import Reader, Row, a_kind, show
+from .hf_reader import Reader, Row
 from .model import ModelConfig
 
 FAMILIES = {"kimi_k3": "Kimi K3", "kimi_linear": "Kimi-Linear"}

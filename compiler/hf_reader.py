@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from .document import Item
+from .document import Item, a_kind, show
 from .errors import Origin, Problem
 
 KIND_NAMES = {
@@ -88,20 +88,3 @@ class Reader:
         if near:
             hint += f', or rename "{near[0]}" if it is that'
         self.problems.append(parent.problem(f"`{key}` is missing", hint, at_key=True))
-
-
-def show(item: Item) -> str:
-    """The value as the file writes it, shortened."""
-    if isinstance(item.value, (dict, list)):
-        return "{...}" if isinstance(item.value, dict) else "[...]"
-    if isinstance(item.value, bool) or item.value is None:
-        return {True: "true", False: "false", None: "null"}[item.value]
-    return f'"{item.value}"' if isinstance(item.value, str) else str(item.value)
-
-
-def a_kind(item: Item) -> str:
-    """What kind of value the item is, in words for a sentence."""
-    if item.value is None:
-        return "nothing"
-    names = {bool: "a boolean", int: "a whole number", float: "a real number", str: "a string"}
-    return names.get(type(item.value), "a mapping" if isinstance(item.value, dict) else "a list")
