@@ -1,0 +1,84 @@
+"""What a launch costs: bytes and flops of its region, priced by the device table; a measurement beats both.
+
+A launch pays either a boundary (its inputs are warm in L2) or a cold ramp (it streams weights, states or
+caches from memory), then its bytes. Nothing here knows a kernel by name.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .device import Device
+from .kernel import Cost, Region
+from .ops import OPS
+
+# a kernel that reads less cold memory than this hides it in its boundary (H200: 1.2 us is 2 MB less the ramp)
+COLD_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a region by temperature, and its flops. Interior values cost nothing."""
+
+    cold: int
+    warm: int
+    flops: int
+
+
+def traffic(region: Region) -> Traffic:
+    """Counts a region: the sum over its nodes, less the values that never leave it."""
+    values = region.graph.values
+    total = flops = 0
+    made = {name for node in region.nodes for name in node.outputs}
+    exported = set(region.outputs)
+    for node in region.nodes:
+        counted = OPS[node.op].count([values[n] for n in node.inputs], [values[n] for n in node.outputs], node.attrs)
+        if OPS[node.op].kind == "view":
+            continue
+        total += counted.bytes
+        flops += counted.flops
+        total -= sum(values[n].nbytes for n in node.inputs if n in made and values[n].role == "activation")
+        total -= sum(values[n].nbytes for n in node.outputs if n not in exported and values[n].role == "activation")
+    outside = [n for n in region.inputs if values[n].role in ("activation", "index")]
+    warm = sum(values[n].nbytes for n in (*outside, *region.outputs) if values[n].role in ("activation", "index"))
+    warm = max(0, min(warm, total))
+    return Traffic(max(0, total - warm), warm, flops)
+
+
+def shape_key(region: Region) -> str:
+    """Key of the measured tables: the shapes of the weights, largest first, or of the inputs where there are none."""
+    values = [region.graph.values[n] for n in region.inputs]
+    named = [v for v in values if v.role == "weight"] or values
+    shapes = sorted((v.shape for v in named), key=lambda s: (-len(s), s), reverse=False)
+    return "+".join("x".join(map(str, s)) for s in shapes)
+
+
+def cost_model(device: Device, rows: int, ranks: int) -> Callable[[Region], Cost]:
+    """The planner's price of a region on ``device`` for a step of ``rows`` rows on ``ranks`` ranks."""
+
+    def price(region: Region) -> Cost:
+        counted = traffic(region)
+        measured = device.measured.get((region.kernel.id, shape_key(region), rows))
+        moved = counted.cold + counted.warm
+        if measured is not None:
+            return Cost(measured[0], moved, counted.flops, True, measured[1])
+        comm = sum(OPS[node.op].kind == "comm" for node in region.nodes)
+        us = device["ramp_us"] if counted.cold > COLD_BYTES else device["boundary_us"]
+        us += counted.cold / device["bandwidth_gbs"] / 1e3 + counted.warm / device["warm_bandwidth_gbs"] / 1e3
+        us = max(us, device["boundary_us"] + counted.flops / device["matrix_tflops"] / 1e6)
+        if comm:
+            us += comm * _link_us(device, region, ranks)
+        return Cost(us, moved, counted.flops, False, f"model of {device.name}: ramp or boundary, then bytes")
+
+    return price
+
+
+def _link_us(device: Device, region: Region, ranks: int) -> float:
+    """A library collective: its fixed time, and what a rank receives over the link."""
+    values = region.graph.values
+    received = 0.0
+    for node in region.nodes:
+        if OPS[node.op].kind == "comm":
+            whole = max(values[node.inputs[0]].nbytes, values[node.outputs[0]].nbytes)
+            received += whole * (ranks - 1) / ranks * (2 if node.op == "all_reduce" else 1)
+    return device["reduce_us"] + received / device["link_gbs"] / 1e3
