@@ -34,8 +34,8 @@ def find_regions(
 ) -> tuple[list[Region], list[NearMiss]]:
     """All regions of ``menu`` on ``graph`` for a target, and the kernels that failed late, in graph order.
 
-    ``arch`` and ``rows`` of None accept any. Two matches of one kernel with the same nodes count once: the
-    first, in graph order, that the kernel's ``needs`` accepts. A kernel has one near miss at most for each
+    ``arch`` and ``rows`` of None accept any. Two matches of one kernel with the same nodes count once: of
+    those that ``needs`` accepts, the one whose nodes stand most like the lines of the pattern. A kernel has one near miss at most for each
     node that its pattern may end in, and none where it fits; finding only the last node is no miss.
     """
     matcher = _Matcher(graph, menu, free_ops, arch, rows)
@@ -57,6 +57,7 @@ class _Matcher:
         self.leaving = frozenset(graph.outputs)
         self.refusals = {kernel.id: kernel.refusal(arch, rows) for kernel in menu}
         self.regions: dict[tuple[str, tuple[int, ...]], Region] = {}
+        self.ranks: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
         self.fitting: set[tuple[str, str]] = set()
         # (kernel, anchor) -> (whether all of the pattern was there, the miss)
         self.misses: dict[tuple[str, str], tuple[bool, NearMiss]] = {}
@@ -139,8 +140,11 @@ class _Matcher:
 
     def _accept(self, kernel: KernelDef, variant: Variant, binding: Binding, nodes: tuple[Node, ...]) -> None:
         """A complete match: check the target, the boundary and the kernel's own needs."""
-        places = tuple(sorted(self.position[node.name] for node in nodes))
-        if (kernel.id, places) in self.regions or all(node.op in self.free_ops for node in nodes):
+        in_text = self._in_text_order(variant, nodes)
+        rank = tuple([self.position[node.name] for node in in_text])
+        places = tuple(sorted(rank))
+        key = kernel.id, places
+        if (key in self.regions and self.ranks[key] <= rank) or all(n.op in self.free_ops for n in nodes):
             return
         refusal = self.refusals[kernel.id]
         exported = {binding[name] for name in variant.exports}
@@ -150,10 +154,11 @@ class _Matcher:
         if failure is None:
             for name, first in variant.aliases:
                 binding[name] = binding[first]
-            region = self._region(kernel, variant, binding, nodes, exported)
+            region = self._region(kernel, variant, binding, in_text, places, exported)
             reason = kernel.needs(region) if kernel.needs else None
             if reason is None:
-                self.regions[kernel.id, places] = region
+                self.regions[key] = region
+                self.ranks[key] = rank
                 self.fitting.add((kernel.id, nodes[0].name))
                 return
             failure = (nodes[0].name, "{}", (reason,))
@@ -214,16 +219,19 @@ class _Matcher:
                     stack.append(later)
         return None
 
-    def _region(self, kernel: KernelDef, variant: Variant, binding: Binding, nodes: tuple[Node, ...],
-                exported: set[str]) -> Region:
+    @staticmethod
+    def _in_text_order(variant: Variant, nodes: tuple[Node, ...]) -> list[Node]:
         matched = {step.node.line: node for step, node in zip(variant.steps, nodes, strict=True)}
-        in_order = [matched[pattern.line] for pattern in variant.nodes]
+        return [matched[pattern.line] for pattern in variant.nodes]
+
+    def _region(self, kernel: KernelDef, variant: Variant, binding: Binding, nodes: list[Node],
+                places: tuple[int, ...], exported: set[str]) -> Region:
         made = {out for node in nodes for out in node.outputs}
         names = {node.name for node in nodes}
-        inputs = tuple(dict.fromkeys(name for node in in_order for name in node.inputs if name not in made))
+        inputs = tuple(dict.fromkeys(name for node in nodes for name in node.inputs if name not in made))
         outputs = tuple(out for out in (binding[name] for name in variant.order)
                         if self._leaves(out, names, exported))
-        in_graph = tuple(sorted(nodes, key=lambda node: self.position[node.name]))
+        in_graph = tuple([self.graph.nodes[place] for place in places])
         return Region(kernel, in_graph, binding, inputs, outputs, self.graph)
 
     def _fail(self, nodes: tuple[Node, ...], failure: Failure) -> None:

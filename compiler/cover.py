@@ -1,0 +1,239 @@
+"""Choose the kernels: the exact cheapest cover of a graph, with the reason why each other kernel lost.
+
+Every node but the views is computed by exactly one region, no two regions wait for each other, and the total
+predicted time is least; among equals fewer launches win, then the order of kernel ids. What fits is decided
+by ``match``, what it costs by ``cost_of``, and the search itself is ``search``.
+
+The nodes are cut wherever no region reaches over the cut. Edges go forward in graph order, so a path that
+leaves such a component never comes back to it: a cycle of regions lies inside one component, and components
+can be solved one by one and launched one after the other. Equal ones are solved once.
+"""
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .errors import CoverError
+from .ir import Graph, Node
+from .kernel import Cost, Region
+from .match import NearMiss
+from .order import FREE_OPS, successors, through_views
+from .reasons import MAX_LOSERS, Loser, explain_losers, explain_uncovered, missed
+from .search import Piece, Solution, solve
+from .signature import Signatures
+
+# prices are compared in whole picoseconds: sums are exact and do not depend on their order
+_PICOSECONDS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One launch of the cover: its region, its price, and what else could have been at its nodes."""
+
+    region: Region
+    cost: Cost
+    losers: tuple[Loser, ...]
+    more_losers: int = 0  # left out of ``losers``
+
+    @property
+    def kernel(self) -> str:
+        return self.region.kernel.id
+
+
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """The choices in launch order. ``solved`` of ``components`` were searched, the rest equal one of them."""
+
+    choices: tuple[Choice, ...]
+    us: float
+    components: int
+    solved: int
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return tuple(choice.region for choice in self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class _Component:
+    """Solid nodes ``start`` to ``stop`` and the regions there, by lowest node, kernel id and nodes."""
+
+    start: int
+    stop: int
+    regions: tuple[Region, ...]
+    masks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What equal components share: indices into the regions of a component."""
+
+    order: tuple[int, ...]  # launch order
+    costs: tuple[Cost, ...]
+    losers: dict[int, tuple[Loser, ...]]
+
+
+def cover(
+    graph: Graph,
+    regions: Iterable[Region],
+    cost_of: Callable[[Region], Cost],
+    *,
+    near_misses: Sequence[NearMiss] = (),
+    profile: str = "fused",
+    free_ops: frozenset[str] = FREE_OPS,
+    share: bool = True,
+) -> Cover:
+    """The cheapest cover of ``graph`` by ``regions``.
+
+    ``cost_of`` must not depend on names (see ``KernelDef``): with ``share`` it is called for one of several
+    equal components only. ``profile`` "stock" takes one-node regions only; the others are told as losers.
+    Raises ``CoverError`` when a node has no region, or when the regions do not fit together.
+    """
+    solid = [node for node in graph.nodes if node.op not in free_ops]
+    rank = {node.name: index for index, node in enumerate(solid)}
+    misses = list(near_misses)
+    usable = []
+    for region in regions:
+        if profile == "stock" and sum(node.name in rank for node in region.nodes) != 1:
+            names = tuple(node.name for node in region.nodes[::-1])
+            reason = "profile stock takes one-node kernels only"
+            misses.append(NearMiss(region.kernel.id, names[0], reason, names))
+        else:
+            usable.append(region)
+    components = list(_components(usable, rank))
+    uncovered = _uncovered(solid, components)
+    if uncovered:
+        raise CoverError(explain_uncovered(uncovered, misses))
+    edges = _solid_edges(graph, rank, free_ops)
+    signatures = Signatures(graph)
+    answers: dict[object, _Answer] = {}
+    by_node = _misses_by_node(misses)
+    choices: list[Choice] = []
+    for number, component in enumerate(components):
+        key = signatures.of(component, solid, edges) if share else number
+        answer = answers.get(key)
+        if answer is None:
+            answer = answers[key] = _answer(component, solid, edges, cost_of)
+        choices += _choices(component, answer, by_node)
+    total = math.fsum(choice.cost.us for choice in choices)
+    return Cover(tuple(choices), total, len(components), len(answers))
+
+
+def _components(regions: list[Region], rank: dict[str, int]) -> Iterator[_Component]:
+    """Cut the solid nodes wherever no region reaches over the cut, and sort the regions into the parts."""
+    placed = []
+    for region in regions:
+        ranks = [rank[node.name] for node in region.nodes if node.name in rank]
+        placed.append((min(ranks), region.kernel.id, ranks, region))
+    placed.sort(key=lambda item: item[:3])
+    part: list[tuple[int, str, list[int], Region]] = []
+    stop = 0
+    for item in placed:
+        if part and item[0] >= stop:
+            yield _component(part, stop)
+            part = []
+        part.append(item)
+        stop = max(stop, item[2][-1] + 1)
+    if part:
+        yield _component(part, stop)
+
+
+def _component(part: list[tuple[int, str, list[int], Region]], stop: int) -> _Component:
+    start = part[0][0]
+    masks = tuple(sum(1 << (at - start) for at in ranks) for _, _, ranks, _ in part)
+    return _Component(start, stop, tuple(region for *_, region in part), masks)
+
+
+def _uncovered(solid: list[Node], components: list[_Component]) -> list[Node]:
+    found: list[Node] = []
+    reached = 0
+    for component in components:
+        found += solid[reached:component.start]
+        reached = component.stop
+        union = 0
+        for mask in component.masks:
+            union |= mask
+        if union != (1 << (component.stop - component.start)) - 1:
+            found += [node for at, node in enumerate(solid[component.start:component.stop]) if not union >> at & 1]
+    return found + solid[reached:]
+
+
+def _solid_edges(graph: Graph, rank: dict[str, int], free_ops: frozenset[str]) -> list[list[int]]:
+    """By solid node the ranks of the nodes that must come later, with views transparent."""
+    ranks = [rank.get(node.name, -1) for node in graph.nodes]
+    edges = through_views(graph, successors(graph, free_ops), free_ops)
+    return [[ranks[later] for later in edges[at]] for at, own in enumerate(ranks) if own >= 0]
+
+
+def _answer(component: _Component, solid: list[Node], edges: list[list[int]],
+            cost_of: Callable[[Region], Cost]) -> _Answer:
+    start, stop = component.start, component.stop
+    costs = tuple(cost_of(region) for region in component.regions)
+    for region, cost in zip(component.regions, costs, strict=True):
+        assert 0 <= cost.us < math.inf, f"{region.kernel.id} costs {cost.us} us"
+    pieces = [Piece(mask, round(cost.us * _PICOSECONDS))
+              for mask, cost in zip(component.masks, costs, strict=True)]
+    after = [sum(1 << (later - start) for later in edges[at] if later < stop) for at in range(start, stop)]
+    solution = solve(stop - start, after, pieces)
+    if solution is None:
+        names = ", ".join(node.name for node in solid[start:min(stop, start + 4)])
+        raise CoverError(
+            f"no set of kernels computes {names}{' and more' if stop - start > 4 else ''} exactly once: those "
+            "that fit overlap or wait for each other; add a kernel for each op alone")
+    return _Answer(_launch_order(solution, pieces, start, edges), costs,
+                   explain_losers(component.regions, component.masks, costs, solution))
+
+
+def _launch_order(solution: Solution, pieces: list[Piece], start: int, edges: list[list[int]]) -> tuple[int, ...]:
+    """Topological over the chosen regions; of those that are ready, the one with the earliest node first."""
+    owner: dict[int, int] = {}
+    for index in solution.chosen:
+        for at in _bits(pieces[index].mask):
+            owner[start + at] = index
+    later = {index: set[int]() for index in solution.chosen}
+    for at, index in owner.items():
+        later[index].update(owner[to] for to in edges[at] if to in owner and owner[to] != index)
+    waits = dict.fromkeys(solution.chosen, 0)
+    for index in solution.chosen:
+        for to in later[index]:
+            waits[to] += 1
+    # pieces are sorted by lowest node, so the index itself is the priority
+    ready = [index for index, count in waits.items() if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        index = heapq.heappop(ready)
+        order.append(index)
+        for to in later[index]:
+            waits[to] -= 1
+            if not waits[to]:
+                heapq.heappush(ready, to)
+    assert len(order) == len(solution.chosen), "the chosen regions wait for each other"
+    return tuple(order)
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
+def _misses_by_node(misses: Iterable[NearMiss]) -> dict[str, list[NearMiss]]:
+    """Near misses by each node that they had reached, and by the node where they failed."""
+    found: dict[str, list[NearMiss]] = {}
+    for miss in misses:
+        for name in dict.fromkeys((*miss.nodes, miss.node)):
+            found.setdefault(name, []).append(miss)
+    return found
+
+
+def _choices(component: _Component, answer: _Answer, misses: dict[str, list[NearMiss]]) -> Iterator[Choice]:
+    """The choices of one component in launch order; near misses name nodes, so they are not shared."""
+    for index in answer.order:
+        region = component.regions[index]
+        near = {miss.kernel: miss for node in region.nodes for miss in misses.get(node.name, ())}
+        losers = (*answer.losers.get(index, ()), *missed(region, near.values(), answer.losers.get(index, ())))
+        yield Choice(region, answer.costs[index], losers[:MAX_LOSERS], max(0, len(losers) - MAX_LOSERS))
