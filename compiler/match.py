@@ -35,8 +35,9 @@ def find_regions(
     """All regions of ``menu`` on ``graph`` for a target, and the kernels that failed late, in graph order.
 
     ``arch`` and ``rows`` of None accept any. Two matches of one kernel with the same nodes count once: of
-    those that ``needs`` accepts, the one whose nodes stand most like the lines of the pattern. A kernel has one near miss at most for each
-    node that its pattern may end in, and none where it fits; finding only the last node is no miss.
+    those that ``needs`` accepts, the one whose nodes stand most like the lines of the pattern. A kernel has
+    one near miss at most for each node that its pattern may end in, and none where it fits; finding only
+    the last node is no miss.
     """
     matcher = _Matcher(graph, menu, free_ops, arch, rows)
     for node in graph.nodes:
