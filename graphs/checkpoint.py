@@ -98,13 +98,13 @@ class Checkpoint:
         """
         found: _Findings = {group: list(lines) for group, lines in self._found.items()}
         named: set[str] = set()
-        missing: list[tuple[str, str]] = []
+        missing: list[tuple[tuple[str, ...], str]] = []
         for names, shape, dtype in stored_tensors(recipes.values()):
             name = next((n for n in names if n in self.tensors), None)
             if name is None:
                 known = self._names_known and not self._unreadable.intersection(names)
                 if known and names[0] not in named:
-                    missing.append((" or ".join(names), f"{dtype} {list(shape)}"))
+                    missing.append((names, f"{dtype} {list(shape)}"))
                 named.update(names)
                 continue
             if name not in named:
@@ -112,9 +112,9 @@ class Checkpoint:
                 _compare(name, self.tensors[name], shape, dtype, found)
         extra = {name: info.file for name, info in self.tensors.items()} | self._unindexed
         extra = {n: f for n, f in extra.items() if n not in named and not n.startswith(tuple(ignore))}
-        for number, (name, what) in enumerate(missing):
-            hint = self._hint(name, extra) if number < _SHOWN else ""
-            found.setdefault("missing", []).append(f"{name}, {what}{hint}")
+        for number, (names, what) in enumerate(missing):
+            hint = self._hint(names, extra) if number < _SHOWN else ""
+            found.setdefault("missing", []).append(f"{' or '.join(names)}, {what}{hint}")
         if extra:
             found["extra"] = [f"{name} in {file}" for name, file in sorted(extra.items())]
         if any(found.values()):
@@ -166,12 +166,13 @@ class Checkpoint:
     def _add(self, group: str, line: str) -> None:
         self._found.setdefault(group, []).append(line)
 
-    def _hint(self, name: str, extra: Mapping[str, str]) -> str:
-        if name in self._unindexed:
-            return f"; it is in {self._unindexed[name]} but not in the index"
-        numbers = re.findall(r"\d+", name)
+    def _hint(self, names: tuple[str, ...], extra: Mapping[str, str]) -> str:
+        for name in names:
+            if name in self._unindexed:
+                return f"; {name} is in {self._unindexed[name]} but not in the index"
+        numbers = re.findall(r"\d+", names[0])
         alike = [other for other in extra if re.findall(r"\d+", other) == numbers]
-        close = difflib.get_close_matches(name, alike[:2000], n=1, cutoff=0.7)
+        close = difflib.get_close_matches(names[0], alike[:2000], n=1, cutoff=0.7)
         return f"; did you mean {close[0]}?" if close else ""
 
 

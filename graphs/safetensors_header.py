@@ -79,6 +79,8 @@ def _read_entry(entry: dict[str, Any], file: str, data_start: int, file_size: in
         raise ValueError(
             f"{dtype} {list(shape)} needs {prod(shape) * itemsize} bytes, the header gives {stop - start}"
         )
+    if start < 0:
+        raise ValueError(f"it begins at byte {start} of the data")
     if data_start + stop > file_size:
         raise ValueError(f"it ends at byte {data_start + stop}, the file has {file_size}: truncated")
     return TensorInfo(shape, dtype, file, data_start + start)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+
 from k3plan.compiler.errors import BindError, CheckpointError, GraphError
 from k3plan.compiler.recipe import Cat, Leaf, Mul, Recipe, Reshape, Shard, Slice, StackLeaf, shape_of
 from k3plan.graphs.boxes import Box, cover, reshaped, sizes, span
 from k3plan.graphs.load import StateDictSource, Weight, load_state_dict_weights, load_weights
 from k3plan.graphs.random_weights import RandomSource, load_random_weights
-from torch import Tensor
 
 RANKS = 4
 
