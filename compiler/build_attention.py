@@ -70,10 +70,10 @@ def _delta_rule(b: GraphBuilder, q: str, k: str, v: str, decay: str, beta: str, 
     state = b.storage("state", (step.sequences + 1, heads, width, width), b.spec.numerics.kda_state, "state",
                       Axis(KDA_HEADS, 1))
     if step.query == 1:
-        return b.apply("kda_delta_rule", ("o", "state_next"), q, k, v, decay, beta, state, *after, query=1)[0]
+        return b.apply("kda_delta_rule", ("o", "state_next"), q, k, v, decay, beta, state, *after)[0]
     record = b.storage("record", (step.sequences + 1, step.query, 3, heads, width), "fp32", "state",
                        Axis(KDA_HEADS, 3))
-    return b.apply("kda_delta_rule", ("o", "state_next", "record_next"), q, k, v, decay, beta, state, record,
+    return b.apply("kda_verify", ("o", "state_next", "record_next"), q, k, v, decay, beta, state, record,
                    *after, query=step.query)[0]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Sequence
 
-from ..ir import REPLICATED, Placement, Value
+from ..ir import Value
 from ._registry import Attrs, Shaped, Traffic, expect, op, split_along
 from ._torch import torch
 
@@ -86,65 +86,92 @@ def kda_gate(
     return (-rate * torch.nn.functional.softplus(x, threshold=20.0)).flatten(-2)
 
 
-def _infer_delta(inputs: Sequence[Value], attrs: Attrs) -> list[Shaped]:
+def _check_delta(inputs: Sequence[Value]) -> None:
     q, v, log_decay, beta, state = inputs[0], inputs[2], inputs[3], inputs[4], inputs[5]
     heads = state.shape[1]
-    expect(q.shape == log_decay.shape and beta.shape[1] == heads, "kda_delta_rule: shapes")
-    expect(v.shape[1] == heads * state.shape[2] and q.shape[1] == heads * state.shape[3], "kda_delta_rule: heads")
-    return [(v.shape, v.dtype)] + [(s.shape, s.dtype) for s in inputs[5 : 6 + (attrs["query"] > 1)]]
+    expect(q.shape == log_decay.shape and beta.shape[1] == heads, "delta rule: rows")
+    expect(v.shape[1] == heads * state.shape[2] and q.shape[1] == heads * state.shape[3], "delta rule: heads")
+
+
+def _infer_delta(inputs: Sequence[Value], attrs: Attrs) -> list[Shaped]:
+    _check_delta(inputs)
+    return [(inputs[2].shape, inputs[2].dtype), (inputs[5].shape, inputs[5].dtype)]
 
 
 def _count_delta(inputs: Sequence[Value], outputs: Sequence[Value], attrs: Attrs) -> Traffic:
     states = outputs[1:]
     rows = sum(v.nbytes for v in inputs[:5]) + outputs[0].nbytes
-    sequences = inputs[0].shape[0] // attrs["query"]
+    sequences = inputs[0].shape[0] // attrs.get("query", 1)
     touched = 2 * sequences * sum(s.nbytes // s.shape[0] for s in states)
-    per_row = 8 * states[0].nbytes // states[0].shape[0] // 4
+    per_row = 8 * math.prod(states[0].shape[1:])
     return Traffic(rows + touched, per_row * inputs[0].shape[0])
 
 
-def _place_delta(inputs: Sequence[Value], attrs: Attrs) -> list[Placement]:
-    verify = attrs["query"] > 1
-    in_dims = (1, 1, 1, 1, 1, 1, 3) if verify else (1, 1, 1, 1, 1, 1)
-    placed = split_along(in_dims, (1, 1, 3) if verify else (1, 1))(inputs, attrs)
-    return list(placed) or [REPLICATED]
+@op(infer=_infer_delta, place=split_along((1,) * 6, (1, 1)), count=_count_delta, alias={1: 5})
+def kda_delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor,
+    state: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row of the gated delta rule a sequence; the state is updated in place.
+
+    q, k, log_decay [S, H*K], v [S, H*V], beta (before its sigmoid) [S, H], state [slots + 1, H, V, K].
+    With q and k scaled to unit length (eps 1e-6) and q by K^-1/2:
+    ``S = S decay``; ``e = sigmoid(beta) (v - S k)``; ``S = S + e k^T``; ``o = S q``, o [S, H*V].
+    Padding rows give zeros and change nothing.
+    """
+    slot = torch.where(slots < 0, state.shape[0] - 1, slots).long()
+    current = state[slot].float()
+    out, current, _ = _recur(q, k, v, log_decay, beta, current, positions, 1)
+    state.index_copy_(0, slot, current.to(state.dtype))
+    return out, state
+
+
+def _infer_verify(inputs: Sequence[Value], attrs: Attrs) -> list[Shaped]:
+    _check_delta(inputs)
+    expect(inputs[6].shape[1] == attrs["query"], "kda_verify: rows of the record")
+    return [(inputs[2].shape, inputs[2].dtype)] + [(s.shape, s.dtype) for s in inputs[5:7]]
+
+
+@op(infer=_infer_verify, place=split_along((1,) * 6 + (3,), (1, 1, 3)), count=_count_delta, alias={1: 5, 2: 6})
+def kda_verify(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor,
+    state: torch.Tensor, record: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
+    accepted: torch.Tensor, *, query: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``kda_delta_rule`` over ``query`` rows of each sequence in order, with a rollback.
+
+    record fp32 [slots + 1, query, 3, H, K] holds (e, k, log decay) of the previous step's rows (K = V). The
+    first ``accepted`` of them are folded into the state first; that is the only write to the state. The rows
+    of this step then start from it and leave their own record.
+    """
+    slot = torch.where(slots < 0, state.shape[0] - 1, slots).long()
+    current = _fold(state[slot].float(), record[slot], accepted.long().clamp(1, query))
+    state.index_copy_(0, slot, current.to(state.dtype))
+    out, _, rows = _recur(q, k, v, log_decay, beta, current, positions, query)
+    record.index_copy_(0, slot, rows.to(record.dtype))
+    return out, state, record
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-@op(infer=_infer_delta, place=_place_delta, count=_count_delta, alias={1: 5, 2: 6})
-def kda_delta_rule(
+def _recur(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor,
-    state: torch.Tensor, *rest: torch.Tensor, query: int,
-) -> tuple[torch.Tensor, ...]:
-    """Gated delta rule over each sequence's rows in order.
+    current: torch.Tensor, positions: torch.Tensor, query: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output [T, H*V], state [S, H, V, K] after the live rows, and the record [S, L, 3, H, K] of all rows."""
+    heads, width = current.shape[1], current.shape[3]
 
-    q, k, log_decay [T, H*K], v [T, H*V], beta (before its sigmoid) [T, H], state [slots + 1, H, V, K];
-    ``rest`` is ``slots, positions`` for one row and ``record, slots, positions, accepted`` for a verify step,
-    record fp32 [slots + 1, query, 3, H, K] holding (e, k, log decay) of the previous step's rows (K = V).
-    With q and k scaled to unit length (eps 1e-6) and q by K^-1/2, on each live row:
-    ``S = S decay``; ``e = sigmoid(beta) (v - S k)``; ``S = S + e k^T``; ``o = S q``.
-    Returns o [T, H*V] and the updated state (and record); padding rows give zeros and change nothing.
-    """
-    verify = query > 1
-    record, (slots, positions) = (rest[0], rest[1:3]) if verify else (None, rest)
-    heads, width = state.shape[1], state.shape[3]
-    slot = torch.where(slots < 0, state.shape[0] - 1, slots).long()
-    split = lambda x, n: x.float().unflatten(-1, (heads, n)).unflatten(0, (-1, query))  # noqa: E731
-    q4, k4 = _unit(split(q, width)) * width**-0.5, _unit(split(k, width))
-    v4, decay4 = split(v, state.shape[2]), split(log_decay, width)
-    rate = torch.sigmoid(beta.float()).unflatten(0, (-1, query))[..., None]  # [S, L, H, 1]
+    def split(x: torch.Tensor) -> torch.Tensor:
+        return x.float().unflatten(-1, (heads, -1)).unflatten(0, (-1, query))  # [S, L, H, *]
+
+    q4, k4, v4, decay = _unit(split(q)) * width**-0.5, _unit(split(k)), split(v), split(log_decay)
+    rate = torch.sigmoid(split(beta))  # [S, L, H, 1]
     live = (positions >= 0).unflatten(0, (-1, query))[:, :, None, None]
-    current = state[slot].float()  # [S, H, V, K]
-    if verify:
-        assert record is not None
-        current = _fold(current, record[slot], rest[3].long().clamp(1, query))
-        state.index_copy_(0, slot, current.to(state.dtype))
     rows, errors = [], []
     for t in range(query):
-        decayed = current * torch.exp(decay4[:, t])[:, :, None, :]
+        decayed = current * torch.exp(decay[:, t])[:, :, None, :]
         error = rate[:, t] * (v4[:, t] - torch.einsum("shvk,shk->shv", decayed, k4[:, t]))
         updated = decayed + error[..., None] * k4[:, t][:, :, None, :]
         out = torch.einsum("shvk,shk->shv", updated, q4[:, t])
@@ -152,12 +179,9 @@ def kda_delta_rule(
         errors.append(error)
         current = torch.where(live[:, t, :, :, None], updated, current)
     result = torch.stack(rows, 1).flatten(0, 1).flatten(1)
-    if not verify:
-        state.index_copy_(0, slot, current.to(state.dtype))
-        return result, state
-    assert record is not None
-    record.index_copy_(0, slot, torch.stack([torch.stack(errors, 1), k4, decay4], 2).to(record.dtype))
-    return result, state, record
+    same = v4.shape == k4.shape
+    record = torch.stack([torch.stack(errors, 1), k4, decay], 2) if same else result
+    return result, current, record
 
 
 def _fold(state: torch.Tensor, record: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
