@@ -36,8 +36,8 @@ def find_regions(
 
     ``arch`` and ``rows`` of None accept any. Two matches of one kernel with the same nodes count once: of
     those that ``needs`` accepts, the one whose nodes stand most like the lines of the pattern. A kernel has
-    one near miss at most for each node that its pattern may end in, and none where it fits; finding only
-    the last node is no miss.
+    one near miss at most for each node that its pattern may end in, and none where it fits; finding less
+    than half of the pattern is no miss.
     """
     matcher = _Matcher(graph, menu, free_ops, arch, rows)
     for node in graph.nodes:
@@ -74,7 +74,7 @@ class _Matcher:
                 self._accept(kernel, variant, found, nodes)
         if not complete and self.furthest is not None:
             nodes, failure = self.furthest
-            if len(nodes) > 1 or len(variant.nodes) == 1:
+            if len(variant.nodes) == 1 or (len(nodes) > 1 and 2 * len(nodes) >= len(variant.nodes)):
                 self._miss(kernel, nodes, failure, complete=False)
 
     def near_misses(self) -> list[NearMiss]:
@@ -127,9 +127,10 @@ class _Matcher:
                                         (node.op, len(inputs), count, " or more" if pattern.rest else "")))
             return []
         found = []
-        for args in (pattern.args, pattern.args[::-1]) if pattern.commutes else (pattern.args,):
+        values = (*inputs[:count], *node.outputs)
+        for names in pattern.forms:
             bound = dict(binding)
-            for name, value in zip((*args, *pattern.outputs), (*inputs[:count], *node.outputs), strict=True):
+            for name, value in zip(names, values, strict=True):
                 if name != ANY and bound.setdefault(name, value) != value:
                     break
             else:
@@ -143,14 +144,14 @@ class _Matcher:
         """A complete match: check the target, the boundary and the kernel's own needs."""
         in_text = self._in_text_order(variant, nodes)
         rank = tuple([self.position[node.name] for node in in_text])
-        places = tuple(sorted(rank))
+        places = tuple(sorted(rank)) if len(rank) > 1 else rank
         key = kernel.id, places
         if (key in self.regions and self.ranks[key] <= rank) or all(n.op in self.free_ops for n in nodes):
             return
         refusal = self.refusals[kernel.id]
         exported = {binding[name] for name in variant.exports}
         failure: Failure | None = (nodes[0].name, refusal, ()) if refusal else None
-        if failure is None:
+        if failure is None and not (len(nodes) == 1 and exported.issuperset(nodes[0].outputs)):
             failure = self._escape(variant, nodes, exported) or self._detour(places)
         if failure is None:
             for name, first in variant.aliases:
@@ -195,11 +196,14 @@ class _Matcher:
 
     def _leaves(self, value: str, names: set[str], exported: set[str]) -> bool:
         """Whether ``value`` is read outside, directly or through a view inside that is not an export."""
-        return value in self.leaving or any(
-            reader.name not in names
-            or (reader.op in self.free_ops
-                and any(out not in exported and self._leaves(out, names, exported) for out in reader.outputs))
-            for reader in self.consumers[value])
+        if value in self.leaving:
+            return True
+        readers = self.consumers[value]
+        for reader in readers:
+            if reader.name not in names:
+                return True
+        return any(out not in exported and self._leaves(out, names, exported)
+                   for reader in readers if reader.op in self.free_ops for out in reader.outputs)
 
     def _detour(self, places: tuple[int, ...]) -> Failure | None:
         """Why the region is not convex: a node outside reads from it and leads back. Paths go forward."""
@@ -222,6 +226,8 @@ class _Matcher:
 
     @staticmethod
     def _in_text_order(variant: Variant, nodes: tuple[Node, ...]) -> list[Node]:
+        if len(nodes) == 1:
+            return [*nodes]
         matched = {step.node.line: node for step, node in zip(variant.steps, nodes, strict=True)}
         return [matched[pattern.line] for pattern in variant.nodes]
 

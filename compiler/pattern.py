@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 ANY = "_"
 REST = "..."
@@ -37,9 +38,12 @@ class PatternNode:
     optional: bool = False
     line: int = 0
 
-    @property
-    def commutes(self) -> bool:
-        return self.op in COMMUTATIVE and len(self.args) == 2 and not self.rest
+    @cached_property
+    def forms(self) -> tuple[tuple[str, ...], ...]:
+        """Arguments, then outputs; a second time with the arguments swapped where the op allows it."""
+        swaps = self.op in COMMUTATIVE and len(self.args) == 2 and not self.rest
+        orders = (self.args, self.args[::-1]) if swaps else (self.args,)
+        return tuple((*args, *self.outputs) for args in orders)
 
 
 @dataclass(frozen=True)
