@@ -42,8 +42,9 @@ def works(route: list[list[str]]) -> bool:
     for command in route:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            why = (done.stderr or done.stdout or f"exit status {done.returncode}").strip().splitlines()[-1]
-            print(f"torch: `{' '.join(command[1:])}` did not work: {why}", flush=True)
+            lines = (done.stderr or done.stdout or f"exit status {done.returncode}").strip().splitlines()
+            why = next((line for line in lines if "ERROR" in line), lines[-1]).strip()
+            print(f"torch: `{' '.join(command[2:])}` did not work: {why[:160]}", flush=True)
             return False
     return True
 
