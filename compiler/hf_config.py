@@ -12,6 +12,7 @@ from .model import ModelConfig
 FAMILIES = {"kimi_k3": "Kimi K3", "kimi_linear": "Kimi-Linear"}
 DTYPES = {"bfloat16": "bf16", "float32": "fp32", "torch.bfloat16": "bf16", "torch.float32": "fp32"}
 MXFP4_FORMAT = "mxfp4-pack-quantized"
+MXFP4_WEIGHTS = {"group_size": 32, "num_bits": 4, "type": "float", "symmetric": True}
 # K3 stores A_log padded to this many heads (tensor of shape [128] for 96 heads)
 A_LOG_MULTIPLE = 128
 COMMON = (
@@ -176,10 +177,10 @@ def _expert_format(reader: Reader, k3: bool) -> str:
         where = form or item
         reader.problems.append(where.problem(said, "use the published checkpoint", at_key=form is None))
         return "dense"
-    weights = item.find(("config_groups", "group_0", "weights"))
-    wanted = {"group_size": 32, "num_bits": 4, "type": "float", "symmetric": True}
-    for key, want in wanted.items() if weights[1] == 3 else ():
-        given = weights[0].get(key)
+    # a config without these entries is taken at its word: the format name says it all
+    weights, _ = item.find(("config_groups", "group_0", "weights"))
+    for key, want in MXFP4_WEIGHTS.items():
+        given = weights.get(key)
         if given is not None and given.value != want:
             said = f"`{key}` of the quantised weights is {show(given)}; mxfp4 means {want}"
             reader.problems.append(given.problem(said, f"write {want}"))
@@ -196,8 +197,10 @@ def _layers(reader: Reader) -> dict[str, Any]:
 
 def _check_fixed(reader: Reader, family: str) -> None:
     for key, (want, why) in FIXED.items():
-        item = reader.at(key)
-        if item is not None and item.value != want:
+        given = [reader.at(key)] + ([reader.root.get(key)] if reader.root is not reader.text else [])
+        for item in given:
+            if item is None or item.value is None or item.value == want:
+                continue
             wanted = str(want).lower() if isinstance(want, bool) else f'"{want}"'
             said = f"`{key}` is {show(item)}: {why}"
             reader.problems.append(item.problem(said, f"use a model with `{key}` {wanted}"))

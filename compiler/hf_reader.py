@@ -56,7 +56,9 @@ class Reader:
                 said = f"`{other_key}` is {show(other)}, but `{key}` is {show(item)}"
                 self.problems.append(other.problem(said, "give both the same value, or delete one"))
         self.origins[row.field] = item.origin
-        return item.value if self.check(item, key, row.kind, row.least) else None
+        if not self.check(item, key, row.kind, row.least):
+            return None
+        return float(item.value) if row.kind is float else item.value
 
     def check(self, item: Item, name: str, kind: type, least: float | None = None) -> bool:
         """Whether ``item`` has the kind and is large enough; a real number must exceed ``least``."""
@@ -70,7 +72,7 @@ class Reader:
             self.problems.append(item.problem(f"`{name}` is {value}", "write a finite number"))
             return False
         if least is not None and (value <= least if kind is float else value < least):
-            bound = f"greater than {least:g}" if kind is float else f"{least:g} or more"
+            bound = f"a number above {least:g}" if kind is float else f"{least:g} or more"
             said = f"`{name}` is {show(item)}; it must be {bound}"
             self.problems.append(item.problem(said, f"write {bound}"))
             return False

@@ -11,7 +11,7 @@ from pathlib import Path
 from .document import Item, Source, Span, merge, parse_json, parse_yaml
 from .errors import Origin, Problem
 
-FLAG = re.compile(r"(?P<name>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
+FLAG = re.compile(r"(?P<name>\w+(\.\w+)*)=(?P<value>.*)", re.DOTALL)
 # ways to name the model; the later one replaces the earlier one
 MODEL_NAMES = ("preset", "config")
 
@@ -29,12 +29,12 @@ def read_plan(path: str | os.PathLike[str], overrides: Sequence[str], problems: 
 def read_text(path: str, asked: Item | None, problems: list[Problem]) -> str | None:
     """The text of a file. ``asked`` is the value that named it, for the problem when it is not there."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         folder = Path(path).parent
         names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
         near = difflib.get_close_matches(Path(path).name, names, 1, 0.6)
-        hint = f"did you mean {near[0]}?" if near else "correct the path"
+        hint = f"did you mean {near[0]}? correct the path" if near else "correct the path"
         said = f"there is no file {path}"
     except UnicodeDecodeError as error:
         said, hint = f"{path} is not UTF-8 text (byte {error.start})", "save it as UTF-8"
@@ -105,6 +105,10 @@ def _read_flag(number: int, text: str, problems: list[Problem]) -> Item | None:
         problems.append(source.problem(span, "a flag must be name=value", "write --set step.query=4"))
         return None
     name, value = match["name"], match["value"]
+    if name.partition(".")[0] == "extends":
+        said = "`extends` cannot be a flag: it says where a file starts from"
+        problems.append(source.problem(Span(1, 1, len("extends")), said, "write it in the plan file"))
+        return None
     # blanks in place of the name keep the columns of the flag
     item, found = parse_yaml(" " * (len(name) + 1) + value, source)
     problems += found
@@ -126,7 +130,8 @@ def _merge(base: Item, top: Item) -> Item:
     from .planfile import VERSION
 
     model, later = base.get("model"), top.get("model")
-    if model and later and isinstance(model.value, dict) and any(later.get(name) for name in MODEL_NAMES):
+    named = later and any(found.value for name in MODEL_NAMES if (found := later.get(name)))
+    if named and model and isinstance(model.value, dict):
         kept = {key: item for key, item in model.value.items() if key not in MODEL_NAMES}
         base = replace(base, value={**base.value, "model": replace(model, value=kept)})
     merged = merge(base, top)

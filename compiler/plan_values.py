@@ -17,7 +17,7 @@ KINDS = {
     "string_type": "a text", "list_type": "a list", "model_type": "a mapping",
 }
 BOUNDS = {"greater_than_equal": "ge", "less_than_equal": "le", "greater_than": "gt"}
-BOUND_WORDS = {"ge": "{} or more", "le": "at most {}", "gt": "greater than {}"}
+BOUND_WORDS = {"ge": "{} or more", "le": "{} or less", "gt": "a number above {}"}
 # what other tools call these
 OTHER_NAMES = {
     "batch": "step.sequences", "batch_size": "step.sequences", "seq_len": "step.context",
@@ -33,12 +33,17 @@ def find_values(root: Item, problems: list[Problem]) -> tuple[dict[str, Any], di
     try:
         planfile.PlanFile.model_validate(root.plain())
     except ValidationError as invalid:
+        # what the YAML reader refused has no value: one mistake, not an empty field as well
+        refused = {problem.where for problem in problems}
         for error in invalid.errors(include_url=False):
-            if error["type"] != "extra_forbidden":
-                wrong.add(_dotted(error["loc"]))
-            # a misspelt `model` is one mistake, not an unknown key and a missing one
-            if error["type"] != "missing" or not _misspelt(str(error["loc"][-1]), root):
-                problems.append(_explain(root, error["type"], error["loc"], error.get("ctx", {})))
+            kind, loc = error["type"], error["loc"]
+            if kind != "extra_forbidden":
+                wrong.add(_dotted(loc))
+            item, depth = root.find(loc)
+            # likewise a misspelt `model` is not an unknown key and a missing one
+            misspelt = kind == "missing" and _misspelt(str(loc[-1]), root)
+            if not misspelt and not (depth == len(loc) and item.value is None and item.origin in refused):
+                problems.append(_explain(root, kind, loc, error.get("ctx", {})))
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
     for name in planfile.leaves():

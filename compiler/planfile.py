@@ -48,12 +48,12 @@ class Section(BaseModel):
 class ModelSection(Section):
     """Which model. Give either `preset` or `config`."""
 
-    preset: Preset | None = Field(None, description="A model that k3plan ships the config.json of.")
+    preset: Preset | None = Field(default=None, description="A model that k3plan ships the config.json of.")
     config: str | None = Field(
-        None, description="Path of a Hugging Face config.json, or of its folder, relative to this file."
+        default=None, description="Path of a Hugging Face config.json, or of its folder, relative to this file."
     )
     layers: list[Annotated[int, Field(ge=0)]] | None = Field(
-        None, min_length=1,
+        default=None, min_length=1,
         description="Plan these layers only: 0-based, ascending. Default: all layers.",
     )
 
@@ -61,49 +61,51 @@ class ModelSection(Section):
 class ParallelSection(Section):
     """How the model is split over GPUs."""
 
-    tp: Annotated[Literal[1, 2, 4, 8, 16, 32], Whole] = Field(1, description="Ranks of the tensor-parallel group.")
+    tp: Annotated[Literal[1, 2, 4, 8, 16, 32], Whole] = Field(
+        default=1, description="Ranks of the tensor-parallel group."
+    )
     experts: Literal["tp", "ep"] = Field(
-        "tp", description="tp: each routed expert is split over the ranks. ep: each rank holds whole experts."
+        default="tp", description="tp: each routed expert is split over the ranks. ep: each rank holds whole experts."
     )
 
 
 class StepSection(Section):
     """What one decode step computes."""
 
-    sequences: int = Field(1, ge=1, le=MAX_ROWS, description="Sequences in the step.")
+    sequences: int = Field(default=1, ge=1, le=MAX_ROWS, description="Sequences in the step.")
     query: int = Field(
-        1, ge=1, le=MAX_QUERY,
+        default=1, ge=1, le=MAX_QUERY,
         description="Rows of each sequence. More than 1 is a verify step of query - 1 draft tokens.",
     )
     context: int = Field(
-        8192, ge=1, description="Longest sequence in tokens that is served; a multiple of page_size."
+        default=8192, ge=1, description="Longest sequence in tokens that is served; a multiple of page_size."
     )
     page_size: Annotated[Literal[16, 32, 64, 128], Whole] = Field(
-        64, description="Tokens in a page of the MLA cache."
+        default=64, description="Tokens in a page of the MLA cache."
     )
     outputs: list[Literal["tokens", "logits", "hidden"]] = Field(
-        ["tokens"], min_length=1, description="What a step hands back."
+        default=["tokens"], min_length=1, description="What a step hands back."
     )
 
 
 class TargetSection(Section):
     """What the plan runs on."""
 
-    gpu: Gpu = Field("gb300", description="A device that k3plan has a table of measurements for.")
+    gpu: Gpu = Field(default="gb300", description="A device that k3plan has a table of measurements for.")
 
 
 class NumericsSection(Section):
     """Precision. Part of the contract: a kernel that cannot honour it is not used."""
 
-    activation: Literal["bf16", "fp32"] = Field("bf16", description="Type of activations between kernels.")
-    kv_cache: Literal["bf16", "fp8_e4m3", "fp32"] = Field("bf16", description="Type of the MLA latent cache.")
+    activation: Literal["bf16", "fp32"] = Field(default="bf16", description="Type of activations between kernels.")
+    kv_cache: Literal["bf16", "fp8_e4m3", "fp32"] = Field(default="bf16", description="Type of the MLA latent cache.")
     kv_scale: float = Field(
-        1.0, gt=0, allow_inf_nan=False,
+        default=1.0, gt=0, allow_inf_nan=False,
         description="A cached value is stored as value / kv_scale. Other than 1 only with fp8_e4m3.",
     )
-    kda_state: Literal["fp32", "bf16"] = Field("fp32", description="Type of the KDA recurrent state.")
+    kda_state: Literal["fp32", "bf16"] = Field(default="fp32", description="Type of the KDA recurrent state.")
     expert_activation: Literal["bf16", "mxfp8"] = Field(
-        "bf16", description="Type in which routed experts read their input."
+        default="bf16", description="Type in which routed experts read their input."
     )
 
 
@@ -111,13 +113,13 @@ class ChoicesSection(Section):
     """Algebra with more than one right answer. `auto` keeps the cheapest for the target."""
 
     moe_front: Literal["auto", "replicated", "sharded"] = Field(
-        "auto", description="Router and latent down-projection: computed by every rank, or split and gathered."
+        default="auto", description="Router and latent down-projection: computed by every rank, or split and gathered."
     )
     moe_tail: Literal["auto", "all_reduce", "stripe"] = Field(
-        "auto", description="How expert outputs meet: one all-reduce, or rows split, up-projected and gathered."
+        default="auto", description="How expert outputs meet: one all-reduce, or rows split, up-projected and gathered."
     )
     mla_front: Literal["auto", "replicated", "sharded"] = Field(
-        "auto", description="Low-rank MLA projections: computed by every rank, or split and gathered."
+        default="auto", description="Low-rank MLA projections: computed by every rank, or split and gathered."
     )
 
 
@@ -125,7 +127,7 @@ class CaptureSection(Section):
     """What is captured as CUDA graphs."""
 
     buckets: list[Annotated[int, Field(ge=1)]] = Field(
-        [1, 2, 4, 8, 16, 32, 64], min_length=1,
+        default=[1, 2, 4, 8, 16, 32, 64], min_length=1,
         description="Sequence counts that get a CUDA graph of their own: ascending.",
     )
 
@@ -135,7 +137,8 @@ class PlanFile(Section):
 
     version: Annotated[Literal[1], Whole] = Field(description="Version of this file format.")
     extends: str | list[str] | None = Field(
-        None, description="Plan files to start from, relative to this one. Merged deeply; later wins, this file last."
+        default=None,
+        description="Plan files to start from, relative to this one. Merged deeply: later wins, this file last.",
     )
     model: ModelSection = Field(description="Which model.")
     parallel: ParallelSection = Field(default=ParallelSection(), description="How it is split.")
@@ -143,7 +146,8 @@ class PlanFile(Section):
     target: TargetSection = Field(default=TargetSection(), description="What it runs on.")
     numerics: NumericsSection = Field(default=NumericsSection(), description="Precision.")
     profile: Literal["fused", "stock"] = Field(
-        "fused", description="fused: cheapest cover by fused kernels. stock: one kernel for each op, the baseline."
+        default="fused",
+        description="fused: cheapest cover by fused kernels. stock: one kernel for each op, the baseline.",
     )
     choices: ChoicesSection = Field(default=ChoicesSection(), description="Algebra to fix by hand.")
     capture: CaptureSection = Field(default=CaptureSection(), description="What is captured.")

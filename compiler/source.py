@@ -46,9 +46,13 @@ def load_spec(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Sp
 
 
 def _section(kind: Any, values: dict[str, Any], name: str) -> Any:
-    """A frozen section of ``Spec`` from the values under ``name``; lists become tuples."""
-    found = {field.name: values[f"{name}.{field.name}"] for field in fields(kind)}
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
+    """A frozen section of ``Spec`` from the values under ``name``; lists become tuples, whole scales floats."""
+    convert = {"float": float, "tuple[str, ...]": tuple}
+    found = {
+        field.name: convert.get(str(field.type), lambda value: value)(values[f"{name}.{field.name}"])
+        for field in fields(kind)
+    }
+    return kind(**found)
 
 
 def _load_model(root: Any, values: dict[str, Any], problems: list[Problem]) -> tuple[Any, dict[str, Origin]]:

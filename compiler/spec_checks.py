@@ -101,7 +101,7 @@ def _fp32_experts(activation: str, expert_activation: str) -> Finding | None:
 
 def _unique(path: str, entries: list[str]) -> Finding | None:
     twice = [entry for number, entry in enumerate(entries) if entry in entries[:number]]
-    return (path, f"`{path}` lists {twice[0]} twice", f"delete one {twice[0]}") if twice else None
+    return (path, f"`{path}` lists {twice[0]} twice", f"list {twice[0]} once") if twice else None
 
 
 def _ascending(path: str, numbers: list[int]) -> Finding | None:
