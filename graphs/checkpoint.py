@@ -23,7 +23,8 @@ from .safetensors_header import read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-NOT_DECODED = ("vision_tower.", "mm_projector.")  # prefixes of tensors that a decode step never reads
+# prefixes of tensors that a decode step never reads; the first layer has no blocks to mix, but weights to do it
+NOT_DECODED = ("vision_tower.", "mm_projector.", "language_model.model.layers.0.self_attention_res_")
 _SHOWN = 10  # lines of each group in an error
 
 # group -> (heading, what to do)

@@ -33,7 +33,7 @@ TINY = ModelConfig(
     mla_output_gate=True, kda_heads=16, kda_head_dim=32, conv_kernel=4, kda_full_rank_gate=True,
     kda_gate_lower_bound=-5.0, a_log_shape=(128,), experts=16, top_k=4, moe_intermediate=512, latent=128,
     latent_norm=True, shared_experts=2, expert_groups=1, topk_groups=1, renormalize=True, routed_scaling=1.0,
-    expert_format="mxfp4", weight_dtype="bf16", vector_dtype="fp32",
+    expert_format="mxfp4", weight_dtype="bf16", vector_dtype="fp32", max_positions=1_048_576,
 )  # fmt: skip
 
 # stand-ins for the parts that a decode step never reads
@@ -184,9 +184,10 @@ def scaled_config(model: ModelConfig) -> dict[str, Any]:
     text |= {
         **tokens,
         "hidden_size": model.hidden, "vocab_size": model.vocab, "num_hidden_layers": model.layers,
-        "rms_norm_eps": model.eps, "intermediate_size": model.dense_intermediate,
-        "first_k_dense_replace": model.mlp.count("dense"), "attn_res_block_size": model.attn_res_block,
-        "activation_situ_beta": model.situ_beta, "activation_situ_linear_beta": model.situ_linear_beta,
+        "max_position_embeddings": model.max_positions, "rms_norm_eps": model.eps,
+        "intermediate_size": model.dense_intermediate, "first_k_dense_replace": model.mlp.count("dense"),
+        "attn_res_block_size": model.attn_res_block, "activation_situ_beta": model.situ_beta,
+        "activation_situ_linear_beta": model.situ_linear_beta,
         "num_attention_heads": model.heads, "num_key_value_heads": model.heads,
         "q_lora_rank": model.q_lora_rank, "kv_lora_rank": model.kv_lora_rank,
         "qk_nope_head_dim": model.qk_nope_head_dim, "qk_rope_head_dim": model.qk_rope_head_dim,
