@@ -172,7 +172,7 @@ class _Matcher:
         names = {node.name for node in nodes}
         made = {out for node in nodes for out in node.outputs}
         for step, node in zip(variant.steps, nodes, strict=True):
-            if len(made.intersection(node.inputs)) != step.made:
+            if sum([name in made for name in node.inputs]) != step.made:
                 return node.name, "{} reads a value as an input that is made inside", (node.op,)
             for out in node.outputs:
                 if out in exported or self._readable(node, exported, names):

@@ -50,7 +50,7 @@ class PatternNode:
 class Step:
     """One move of a match. ``output`` >= 0: the node is the producer of the bound name
     ``outputs[output]``. Otherwise it is some consumer of the values that ``shared`` are bound to.
-    ``made`` is how many inputs, each counted once, come from inside the pattern."""
+    ``made`` is how many inputs come from inside the pattern."""
 
     node: PatternNode
     output: int
@@ -209,7 +209,7 @@ def _next_step(left: list[PatternNode], bound: set[str], made: set[str]) -> Step
 
 
 def _count_made(node: PatternNode, made: set[str]) -> int:
-    return len({name for name in node.args if name in made})
+    return sum(name in made for name in node.args)
 
 
 def _bound(node: PatternNode) -> set[str]:
