@@ -92,6 +92,8 @@ def _libraries() -> Iterator[Finding]:
     yield _probed("cute dsl", "k3plan.ops_cute.probe",
                   "cannot compile or run the CuTe DSL kernels", 'pip install -e ".[cute]"')
     for name, meaning, fix in [
+        ("pydantic", "cannot read a plan file (YAML)", "pip install pydantic"),
+        ("ruamel.yaml", "cannot read a plan file (YAML)", "pip install ruamel.yaml"),
         ("safetensors", "cannot read or write a checkpoint", "pip install safetensors"),
         ("transformers", "cannot compare with the Hugging Face model", 'pip install -e ".[dev]"'),
         ("cuda-bindings", "cannot audit a captured graph against its plan", 'pip install -e ".[cuda]"'),
@@ -134,7 +136,7 @@ def _abilities(found: dict[str, Finding]) -> Iterator[Finding]:
         lacking = [need for need in needs if not found[need].ok]
         return Finding("abilities", name, not lacking, f"lacks {', '.join(lacking)}" if lacking else "")
 
-    yield ability("plan a step for any GPU", "python")
+    yield ability("plan a step for any GPU", "python", "pydantic", "ruamel.yaml")
     yield ability("run a plan on the CPU", "torch", "safetensors")
     yield ability("check Triton kernels in the interpreter", "torch", "triton")
     yield ability("compile Triton kernels for sm_90a, sm_100a and sm_103a", "triton")
