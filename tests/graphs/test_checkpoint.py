@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
     return write(tmp_path, dict(split[0::2]), dict(split[1::2]))
 
 
-def edit_index(folder: Path, change: Callable[[dict[str, str]], None]) -> None:
+def edit_index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
     index = json.loads((folder / INDEX).read_text())
     change(index["weight_map"])
     (folder / INDEX).write_text(json.dumps(index))
@@ -109,9 +109,26 @@ def test_each_file_is_opened_once(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
     opened: list[str] = []
     real = module.safe_open
-    monkeypatch.setattr(module, "safe_open", lambda path, **kw: (opened.append(path.name), real(path, **kw))[1])
+
+    def opening(path: Path, **options: str) -> object:
+        opened.append(path.name)
+        return real(path, **options)
+
+    monkeypatch.setattr(module, "safe_open", opening)
     Checkpoint(folder).load(WEIGHTS)
     assert sorted(opened) == [FIRST, SECOND]
+
+
+def test_progress_is_for_terminals(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Checkpoint(folder).load(WEIGHTS)
+    assert capsys.readouterr().err == "", "a log file is no terminal"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    Checkpoint(folder).load(WEIGHTS, progress=False)
+    assert capsys.readouterr().err == ""
+    Checkpoint(folder).load(WEIGHTS)
+    assert "loading weights" in capsys.readouterr().err
 
 
 def test_missing_and_extra_with_a_suggestion(folder: Path) -> None:

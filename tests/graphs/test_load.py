@@ -232,6 +232,20 @@ def test_random_tensors_depend_on_seed_and_name_and_agree_over_ranks() -> None:
     assert torch.equal(torch.cat(pieces), one.whole("a.weight"))
 
 
+@pytest.mark.gpu
+def test_weights_are_made_on_the_device(device: str) -> None:
+    tensors = {"a.weight": ("bf16", (64, 32)), "e0_scale": ("u8", (8, 4)), "e1_scale": ("u8", (8, 4))}
+    rows, stack = Leaf(("a.weight",), (64, 32), "bf16"), StackLeaf(("e{e}_scale",), 2, (8, 4), "u8")
+    weights = {"a": Weight(Shard(1, RANKS, rows), "fp32"), "e": Weight(Shard(1, RANKS, stack), "u8")}
+    for made_on in (device, "cpu"):
+        source = RandomSource(tensors, device=made_on)
+        got = load_weights(source, weights, 1, device=device)
+        held = {name: source.whole(name).cpu() for name in tensors}
+        for name, weight in weights.items():
+            assert got[name].device.type == device
+            assert torch.equal(got[name].cpu(), whole(weight.recipe, held, 1).to(got[name].dtype))
+
+
 def test_random_mxfp4_has_the_scale_of_a_matrix() -> None:
     from k3plan.compiler.ops.mxfp4 import unpack_mxfp4
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from k3plan.compiler.ops.mxfp4 import BLOCK, E2M1, pack_mxfp4, unpack_mxfp4
 
 
