@@ -118,7 +118,8 @@ def _launches(chosen: Cover) -> tuple[tuple[PlanChoice, ...], tuple[Launch, ...]
         launches.append(Launch(
             id=region.nodes[0].name if len(region.nodes) == 1 else f"{last.name}+{len(region.nodes) - 1}",
             choice=index, layer=last.layer, stage=last.stage, inputs=region.inputs, outputs=region.outputs,
-            nodes=tuple(n.name for n in region.nodes), names=_names(region),
+            nodes=tuple(n.name for n in region.nodes),
+            results=last.outputs if len(region.nodes) == 1 else (), names=_names(region),
         ))
     return tuple(stored), tuple(launches)
 

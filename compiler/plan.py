@@ -51,6 +51,7 @@ class Launch:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     nodes: tuple[str, ...]
+    results: tuple[str, ...] = ()  # all outputs of the node, for a launch of one op
     names: Mapping[str, str] = field(default_factory=dict)
     stream: int = 0
 

@@ -36,10 +36,10 @@ def router_topk(
     choice = torch.where(logits.isnan(), torch.full((), -torch.inf, device=scores.device), scores + bias.float())
     if groups > 1:
         grouped = choice.unflatten(-1, (groups, -1))
-        best = grouped.topk(2, -1).values.sum(-1).sort(-1, descending=True, stable=True).indices
+        best = grouped.topk(2, -1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
         chosen = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best[:, :topk_groups], True)
         choice = torch.where(chosen[..., None], grouped, torch.full((), -torch.inf, device=scores.device)).flatten(1)
-    ids = choice.sort(-1, descending=True, stable=True).indices[:, :top_k]
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

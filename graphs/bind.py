@@ -1,0 +1,172 @@
+"""Boundary 5: a plan bound to weights, caches and an arena. ``run`` decides nothing and allocates no buffer.
+
+All ranks of an ``emulated`` group live in one process on one device: a launch runs on each rank in turn, a
+collective runs once over the tensors of all ranks. A torch kernel computes in fp32 and is rounded to the
+dtype of the value that it fills.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..compiler.errors import BindError
+from ..compiler.memory import Tensor as Placed
+from ..compiler.ops import OPS
+from ..compiler.plan import Launch, LaunchPlan, PlanChoice
+from .load import TORCH_DTYPES, TensorSource, load_weights
+
+POISON = 0xFF  # NaN in every float dtype, -1 in every integer one
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The storage of one rank: a byte tensor for each buffer, and every planned tensor as a view of one."""
+
+    index: int
+    arena: Tensor
+    buffers: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A bound plan. ``inputs`` and ``outputs`` are rank 0's tensors; ``write`` fills those of all ranks."""
+
+    plan: LaunchPlan
+    ranks: tuple[Rank, ...]
+    steps: tuple[Callable[[], None], ...]
+
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """Step outputs by name ("tokens" i32 [T], "logits" fp32 [T, V], "hidden" [T, D]), overwritten each step."""
+        return {name: self.ranks[0].tensors[value] for name, value in self.plan.outputs.items()}
+
+    def write(self, **inputs: Tensor) -> None:
+        """Fills step inputs. Raises BindError: an unknown name, another shape, or a value out of range."""
+        for name, tensor in inputs.items():
+            if name not in self.plan.inputs or name == "rank":
+                raise BindError(f"the plan has no input {name!r}\n  fix: it takes {', '.join(self.plan.inputs)}")
+            bound = self.ranks[0].tensors[name]
+            if tensor.shape != bound.shape:
+                raise BindError(f"{name}: shape {tuple(tensor.shape)}, the plan has {tuple(bound.shape)}\n"
+                                "  fix: pad to the plan's rows with -1, or compile a plan of that size")
+            _check_range(self.plan, name, tensor)
+            for rank in self.ranks:
+                rank.tensors[name].copy_(tensor)
+
+    def run(self) -> None:
+        """One step over the inputs that were written last."""
+        for step in self.steps:
+            step()
+
+    def reset(self, slot: int) -> None:
+        """Empties the state of ``slot`` for a new sequence. Its first step has ``accepted`` 1."""
+        for rank in self.ranks:
+            for name, buffer in self.plan.buffers.items():
+                if buffer.kind == "state":
+                    rank.tensors[name][slot].zero_()
+
+    def poison(self) -> None:
+        """Fills arena and outputs with NaN, so that a value nobody wrote cannot pass for a result."""
+        for rank in self.ranks:
+            rank.arena.fill_(POISON)
+            for name, buffer in self.plan.buffers.items():
+                if buffer.kind == "output":
+                    rank.buffers[name].fill_(POISON)
+
+
+def bind(plan: LaunchPlan, source: TensorSource, *, device: str | torch.device = "cpu",
+         progress: bool = False) -> Executable:
+    """Loads the weights of every rank from ``source``, allocates and resolves each launch to a callable.
+
+    Raises CheckpointError (weights) and BindError (a kernel that cannot run on ``device``).
+    """
+    ranks = []
+    for index in range(plan.spec.parallel.tp):
+        weights = load_weights(source, plan.weights, index, device=device, progress=progress)
+        ranks.append(_allocate(plan, index, weights, torch.device(device)))
+    steps: list[Callable[[], None]] = []
+    for launch in plan.launches:
+        steps += _resolve(plan, launch, ranks)
+    executable = Executable(plan, tuple(ranks), tuple(steps))
+    executable.poison()
+    return executable
+
+
+def _check_range(plan: LaunchPlan, name: str, tensor: Tensor) -> None:
+    step = plan.spec.step
+    pages = step.sequences * -(-step.context // step.page_size)
+    low, high = {
+        "tokens": (-1, plan.spec.model.vocab - 1), "positions": (-1, step.context - 1),
+        "slots": (-1, step.sequences - 1), "page_table": (-1, pages - 1), "accepted": (1, step.query),
+    }[name]
+    if tensor.numel() and (int(tensor.min()) < low or int(tensor.max()) > high):
+        raise BindError(f"{name}: values {int(tensor.min())} to {int(tensor.max())}, the plan allows {low} to {high}")
+
+
+def _allocate(plan: LaunchPlan, index: int, weights: Mapping[str, Tensor], device: torch.device) -> Rank:
+    arena = torch.empty(plan.arena_bytes, dtype=torch.uint8, device=device)
+    buffers = {}
+    for name, buffer in plan.buffers.items():
+        if buffer.kind == "arena":
+            buffers[name] = arena[buffer.offset : buffer.offset + buffer.bytes]
+        elif buffer.kind == "weight":
+            buffers[name] = weights[name].reshape(-1).view(torch.uint8)
+        else:
+            buffers[name] = torch.zeros(buffer.bytes, dtype=torch.uint8, device=device)
+    tensors = {name: _view(buffers[placed.buffer], placed) for name, placed in plan.tensors.items()}
+    for name in plan.inputs:
+        tensors[name].fill_(index if name == "rank" else 1 if name == "accepted" else -1)
+    return Rank(index, arena, buffers, tensors)
+
+
+def _view(storage: Tensor, placed: Placed) -> Tensor:
+    return storage.view(TORCH_DTYPES[placed.dtype]).as_strided(
+        placed.shape, placed.stride, storage.storage_offset() // TORCH_DTYPES[placed.dtype].itemsize + placed.offset)
+
+
+def _resolve(plan: LaunchPlan, launch: Launch, ranks: list[Rank]) -> list[Callable[[], None]]:
+    choice = plan.choice(launch)
+    kind, _, name = choice.entry.partition(":")
+    if kind != "op":
+        raise BindError(f"{launch.id}: kernel {choice.kernel} runs on a GPU, this is {ranks[0].arena.device}\n"
+                        "  fix: compile with --set target.gpu=cpu")
+    if OPS[name].kind == "comm":
+        return [_collective(choice, launch, ranks, name)]
+    return [_compute(choice, launch, rank, name) for rank in ranks]
+
+
+def _compute(choice: PlanChoice, launch: Launch, rank: Rank, name: str) -> Callable[[], None]:
+    definition, attrs = OPS[name], choice.attrs["o0"]
+    inputs = [rank.tensors[n] for n in launch.inputs]
+    # an output that updates an input in place is that input already
+    written = {n: rank.tensors[n] for n in launch.outputs}
+    outs = [(i, written[n]) for i, n in _output_slots(launch, definition.alias) if n in written]
+
+    def step() -> None:
+        results = definition.fn(*inputs, **attrs)
+        results = results if isinstance(results, tuple) else (results,)
+        for index, out in outs:
+            out.copy_(results[index])
+
+    return step
+
+
+def _output_slots(launch: Launch, alias: Mapping[int, int]) -> list[tuple[int, str]]:
+    """Result index of each output that must be copied."""
+    return [(i, n) for i, n in enumerate(launch.results) if i not in alias]
+
+
+def _collective(choice: PlanChoice, launch: Launch, ranks: list[Rank], name: str) -> Callable[[], None]:
+    attrs, fn = choice.attrs["o0"], OPS[name].fn
+    inputs = [rank.tensors[launch.inputs[0]] for rank in ranks]
+    outputs = [rank.tensors[launch.outputs[0]] for rank in ranks]
+
+    def step() -> None:
+        for out, result in zip(outputs, fn(inputs, **attrs), strict=True):
+            out.copy_(result)
+
+    return step
