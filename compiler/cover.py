@@ -21,7 +21,7 @@ from .kernel import Cost, Region
 from .match import NearMiss
 from .order import FREE_OPS, successors, through_views
 from .reasons import MAX_LOSERS, Loser, explain_losers, explain_uncovered, missed
-from .search import Piece, Solution, solve
+from .search import Piece, Solution, bits, solve
 from .signature import Signatures
 
 # prices are compared in whole picoseconds: sums are exact and do not depend on their order
@@ -156,7 +156,8 @@ def _uncovered(solid: list[Node], components: list[_Component]) -> list[Node]:
         for mask in component.masks:
             union |= mask
         if union != (1 << (component.stop - component.start)) - 1:
-            found += [node for at, node in enumerate(solid[component.start:component.stop]) if not union >> at & 1]
+            inside = solid[component.start:component.stop]
+            found += [node for at, node in enumerate(inside) if not union >> at & 1]
     return found + solid[reached:]
 
 
@@ -180,17 +181,18 @@ def _answer(component: _Component, solid: list[Node], edges: list[list[int]],
     if solution is None:
         names = ", ".join(node.name for node in solid[start:min(stop, start + 4)])
         raise CoverError(
-            f"no set of kernels computes {names}{' and more' if stop - start > 4 else ''} exactly once: those "
-            "that fit overlap or wait for each other; add a kernel for each op alone")
+            f"no set of kernels computes {names}{' and more' if stop - start > 4 else ''} exactly once: "
+            "those that fit overlap or wait for each other; add a kernel for each op alone")
     return _Answer(_launch_order(solution, pieces, start, edges), costs,
                    explain_losers(component.regions, component.masks, costs, solution))
 
 
-def _launch_order(solution: Solution, pieces: list[Piece], start: int, edges: list[list[int]]) -> tuple[int, ...]:
-    """Topological over the chosen regions; of those that are ready, the one with the earliest node first."""
+def _launch_order(solution: Solution, pieces: list[Piece], start: int,
+                  edges: list[list[int]]) -> tuple[int, ...]:
+    """Topological over the chosen regions; of those that are ready, the one with the earliest node."""
     owner: dict[int, int] = {}
     for index in solution.chosen:
-        for at in _bits(pieces[index].mask):
+        for at in bits(pieces[index].mask):
             owner[start + at] = index
     later = {index: set[int]() for index in solution.chosen}
     for at, index in owner.items():
@@ -212,13 +214,6 @@ def _launch_order(solution: Solution, pieces: list[Piece], start: int, edges: li
                 heapq.heappush(ready, to)
     assert len(order) == len(solution.chosen), "the chosen regions wait for each other"
     return tuple(order)
-
-
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest
 
 
 def _misses_by_node(misses: Iterable[NearMiss]) -> dict[str, list[NearMiss]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .ir import Node
 from .kernel import Cost, Region
 from .match import NearMiss
-from .search import Alternative, Solution
+from .search import Alternative, Solution, bits
 
 MAX_LOSERS = 16  # for one choice; a longer list is not read
 _MAX_PARTS = 4  # kernels named in one sum
@@ -29,11 +29,11 @@ def explain_losers(regions: Sequence[Region], masks: Sequence[int], costs: Seque
 
     A kernel is listed once, and so is a split: its sum names all parts.
     """
-    owner = {bit: index for index in solution.chosen for bit in _bits(masks[index])}
+    owner = {bit: index for index in solution.chosen for bit in bits(masks[index])}
     rivals: dict[int, list[tuple[float, int]]] = {index: [] for index in solution.chosen}
     for index, alternative in solution.lost.items():
         dearer = float("inf") if alternative is None else alternative.dearer
-        for chosen in {owner[bit] for bit in _bits(masks[index])}:
+        for chosen in {owner[bit] for bit in bits(masks[index])}:
             rivals[chosen].append((dearer, index))
     texts = {index: _text(index, alternative, regions, masks, costs)
              for index, alternative in solution.lost.items()}
@@ -86,6 +86,8 @@ def _text(index: int, alternative: Alternative | None, regions: Sequence[Region]
         return f"{own}, but no set of kernels for the other nodes goes with it"
     margin = _margin(alternative)
     added, replaced = alternative.added, alternative.replaced
+    if not added:
+        return f"{own}, and the rest around it changes, {margin}"
     if len(added) == 1 and len(replaced) == 1:
         return f"{own}, {margin}"
     total = _sum(added, regions, costs)
@@ -117,7 +119,3 @@ def _us(us: float) -> str:
         return f"{us:.2g}"
     text = f"{us:.2f}"
     return text[:-1] if text.endswith("0") else text
-
-
-def _bits(mask: int) -> list[int]:
-    return [at for at, bit in enumerate(reversed(bin(mask)[2:])) if bit == "1"]

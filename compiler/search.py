@@ -18,8 +18,10 @@ there is nothing to remember, so the number of states does not grow with the len
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+MAX_DETOUR = 64
 
 # window: covered nodes above ``low``, shifted by ``low``; opens: (nodes ahead, nodes led to), shifted alike
 State = tuple[int, tuple[tuple[int, int], ...]]
@@ -39,7 +41,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The cheapest cover with a piece that lost: ``added`` instead of ``replaced``."""
+    """The cheapest cover with a piece that lost: ``added`` instead of ``replaced``. Both are empty when the
+    two covers differ over more than ``MAX_DETOUR`` pieces."""
 
     dearer: int
     launches: int  # how many more
@@ -165,28 +168,38 @@ class _Lattice:
                      chosen: list[int]) -> Alternative:
         """Follow the cheapest cover with ``index`` both ways until it joins the chosen one."""
         price, launches, before, after = total
-        added = [index]
-        while before not in place:
+        earlier: list[int] = []
+        later = [index]
+        while before not in place and len(earlier) < MAX_DETOUR:
             _, _, before, piece = self.best[before]
-            added.insert(0, piece)
-        while after not in place:
+            earlier.append(piece)
+        while after not in place and len(later) < MAX_DETOUR:
             step = rest[after]
             assert step is not None, "a state on a complete cover can be completed"
-            added.append(step[2])
+            later.append(step[2])
             after = step[3]
-        replaced = chosen[place[before]:place[after]]
-        return Alternative(price - least[0], launches - least[1],
-                           tuple(i for i in added if i not in replaced),
+        dearer, more = price - least[0], launches - least[1]
+        if before not in place or after not in place:
+            return Alternative(dearer, more, (), ())
+        added = dict.fromkeys((*reversed(earlier), *later))
+        replaced = dict.fromkeys(chosen[place[before]:place[after]])
+        return Alternative(dearer, more, tuple(i for i in added if i not in replaced),
                            tuple(i for i in replaced if i not in added))
+
+
+def bits(mask: int) -> Iterator[int]:
+    """Positions of the set bits, ascending."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
 
 
 def _led_to(mask: int, edges: Sequence[int]) -> int:
     """Nodes outside ``mask`` that an edge from inside enters."""
-    led, left = 0, mask
-    while left:
-        lowest = left & -left
-        led |= edges[lowest.bit_length() - 1]
-        left ^= lowest
+    led = 0
+    for node in bits(mask):
+        led |= edges[node]
     return led & ~mask
 
 

@@ -38,7 +38,8 @@ class Signatures:
         and the same regions at the same places."""
         start, stop = part.start, part.stop
         nodes = tuple(self._node(solid[at]) for at in range(start, stop))
-        order = tuple(tuple(later - start for later in edges[at] if later < stop) for at in range(start, stop))
+        order = tuple(tuple([later - start for later in edges[at] if later < stop])
+                      for at in range(start, stop))
         regions = tuple(map(self._region, part.regions))
         return nodes, order, regions, part.masks
 
