@@ -58,7 +58,8 @@ def test_a_fused_kernel_that_lost_says_what_it_would_replace() -> None:
 
 
 def test_a_rival_at_the_same_nodes_says_the_difference() -> None:
-    found = plan("a = f(x)", "a", [*one_node("triton", "f"), *one_node("torch", "f")], prices(triton_f=1.4))
+    both = [*one_node("triton", "f"), *one_node("torch", "f")]
+    found = plan("a = f(x)", "a", both, prices(triton_f=1.4))
     assert [(loser.kernel, loser.reason) for loser in found.choices[0].losers] == [
         ("triton.f", "triton.f 1.4 us, 0.4 us dearer")]
 
