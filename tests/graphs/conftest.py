@@ -1,0 +1,26 @@
+"""What the tests of the runtime share: one torch thread, and one small Kimi K3 checkpoint a session."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from k3plan.graphs.checkpoint import Checkpoint
+from k3plan.graphs.make_checkpoint import make_checkpoint
+
+# tensors here are small: a second thread only waits, and on a busy machine it waits long
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def k3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Kimi K3 checkpoint of every layer kind and neighbourhood; all dimensions divide over 16 ranks."""
+    folder = tmp_path_factory.mktemp("k3")
+    make_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def k3_checkpoint(k3_folder: Path) -> Checkpoint:
+    return Checkpoint(k3_folder)
