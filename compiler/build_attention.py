@@ -33,7 +33,7 @@ def kda_layer(b: GraphBuilder, h: str) -> str:
     q, k, v, _ = b.apply("kda_conv", ("q_act", "k_act", "v_act", "window_next"),
                          q, k, v, window, *conv, *after, query=step.query)
     decay = b.apply("kda_gate", "log_decay", raw, _a_log(b), b.weight(
-        "dt_bias", b.leaf("self_attn.dt_bias", (channels,), m.vector_dtype), "fp32", by_head),
+        "dt_bias", b.leaf("self_attn.dt_bias", (channels,), m.gate_dtype), "fp32", by_head),
         lower_bound=m.kda_gate_lower_bound)
     o = _delta_rule(b, q, k, v, decay, beta, after)
     norm = b.weight("o_norm", b.leaf("self_attn.o_norm.weight", (width,), m.vector_dtype), "fp32")
@@ -53,7 +53,7 @@ def _output_gate(b: GraphBuilder, h: str, by_head: Axis) -> str:
 def _a_log(b: GraphBuilder) -> str:
     """Stored longer than the heads in Kimi K3 (zeros behind), and with extra dims in Kimi-Linear."""
     m = b.spec.model
-    stored: Recipe = b.leaf("self_attn.A_log", m.a_log_shape, m.vector_dtype)
+    stored: Recipe = b.leaf("self_attn.A_log", m.a_log_shape, m.gate_dtype)
     count = 1
     for n in m.a_log_shape:
         count *= n

@@ -67,7 +67,7 @@ def _routed(b: GraphBuilder, x: str, ids: str, weights: str) -> str:
     w1, w3 = _expert_weights(b, "w1"), _expert_weights(b, "w3")
     attrs = {"experts": m.experts, "format": m.expert_format, "activation": b.spec.numerics.expert_activation}
     # packed tensors first, then scales: (w1, w3) or (w1, w3, w1 scale, w3 scale)
-    both = [weight for pair in zip(w1, w3) for weight in pair]
+    both = [weight for pair in zip(w1, w3, strict=True) for weight in pair]
     gate, up = b.apply("experts_gate_up", ("gate", "up"), x, ids, "rank", *both, **attrs)
     act = _activate(b, "act", gate, up)
     y = b.apply("experts_down", "pairs", act, ids, "rank", *_expert_weights(b, "w2"), **attrs)

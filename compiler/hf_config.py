@@ -113,7 +113,9 @@ def _family_values(reader: Reader, family: str, common: dict[str, Any]) -> dict[
         # K3 is served with its own eps here; Kimi-Linear's code builds both norms with the class default
         "mla_norm_eps": common["eps"] if k3 else 1e-6,
         "weight_dtype": _weight_dtype(reader),
-        "vector_dtype": "fp32",
+        # the published Kimi-Linear keeps fp32 for the decay gate alone
+        "vector_dtype": "fp32" if k3 else _weight_dtype(reader),
+        "gate_dtype": "fp32",
         "expert_format": _expert_format(reader, k3),
     }
     if k3 and "eps" in reader.origins:

@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Mapping
+from typing import Any
 
 from .recipe import Recipe
 
@@ -102,5 +103,5 @@ class Graph:
                 found[name].append(node)
         return found
 
-    def with_values(self, changed: Mapping[str, Value]) -> "Graph":
+    def with_values(self, changed: Mapping[str, Value]) -> Graph:
         return replace(self, values={**self.values, **changed})

@@ -1,11 +1,12 @@
 """What a kernel declares, and what it is matched to. Decides nothing: the planner reads these records."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from .call import Scratch
 from .ir import Graph, Node, Value
 from .pattern import Pattern, Variant
 
@@ -39,6 +40,8 @@ class KernelDef:
     needs: Callable[[Region], str | None] | None = None  # a reason in words, or None when it can
     cost: Callable[[Region], Cost] | None = None  # None: the planner's default cost
     pack: Mapping[str, str] = field(default_factory=dict)  # pattern name -> weight layout
+    scratch: Callable[[Region, Mapping[str, Any]], Mapping[str, Scratch]] | None = None  # for a configuration
+    configs: Callable[[Region], Sequence[Mapping[str, Any]]] | None = None  # worth timing, the default first
     evidence: str = ""  # the measurement behind ``rows`` and ``cost``
     note: str = ""
 
@@ -61,6 +64,8 @@ class KernelDef:
 
     def refusal(self, arch: str | None, rows: int | None) -> str | None:
         """Why this kernel cannot serve the target at all; None when it can."""
+        if arch == "cpu" and "cpu" not in self.arch and not self.entry.startswith("op:"):
+            return "needs a GPU, target is cpu"
         if arch is not None and self.arch and arch not in self.arch:
             return f"needs {' or '.join(self.arch)}, target is {arch}"
         if rows is not None and rows < self.rows[0]:

@@ -52,7 +52,8 @@ class ModelConfig:
     routed_scaling: float
     expert_format: str  # "mxfp4" | "dense"
     weight_dtype: str  # "bf16" | "fp32": every weight that has no dtype of its own
-    vector_dtype: str  # dtype of conv weights, A_log, dt_bias, o_norm and the router bias
+    vector_dtype: str  # dtype of conv weights, o_norm and the router bias
+    gate_dtype: str  # dtype of A_log and dt_bias
     max_positions: int | None = None  # longest sequence the model was made for; None: not said
 
     @property

@@ -6,8 +6,9 @@ byte ranges that the rank needs (``graphs/load.py``). This file decides shapes; 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Iterator, Union
+from typing import Any, Union
 
 from .errors import GraphError
 
@@ -36,7 +37,7 @@ class Cat:
     """Parts joined along ``dim``."""
 
     dim: int
-    parts: tuple["Recipe", ...]
+    parts: tuple[Recipe, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Slice:
     dim: int
     start: int
     stop: int
-    part: "Recipe"
+    part: Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +55,15 @@ class Reshape:
     """``part`` viewed with another shape, row-major."""
 
     shape: tuple[int, ...]
-    part: "Recipe"
+    part: Recipe
 
 
 @dataclass(frozen=True, slots=True)
 class Mul:
     """Elementwise product in fp32 (the folded AttnRes score vector)."""
 
-    left: "Recipe"
-    right: "Recipe"
+    left: Recipe
+    right: Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Shard:
 
     dim: int
     parts: int
-    part: "Recipe"
+    part: Recipe
 
 
 Recipe = Union[Leaf, StackLeaf, Cat, Slice, Reshape, Mul, Shard]

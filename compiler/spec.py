@@ -1,8 +1,8 @@
 """Boundary 1: the resolved contents of a plan file, as frozen data. Reading files is ``source.py``'s work."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Mapping
 
 from .errors import Origin
 from .model import ModelConfig

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..compiler.errors import CheckpointError
 from ..compiler.recipe import Recipe
 from .boxes import Box, sizes
-from .load import TensorInfo, Weight, load_weights, stored_tensors
+from .load import Loadable, TensorInfo, load_weights, stored_tensors
 from .safetensors_header import read_header
 
 INDEX = "model.safetensors.index.json"
@@ -80,7 +80,7 @@ class Checkpoint:
 
     def load(
         self,
-        weights: Mapping[str, Weight],
+        weights: Mapping[str, Loadable],
         rank: int = 0,
         *,
         device: str | torch.device = "cpu",

@@ -90,7 +90,8 @@ class Generated:
 def generate(runner: Steps, shape: Step, prompts: Sequence[Sequence[int]], count: int) -> Generated:
     """Feeds each prompt (``query`` tokens a step), then decodes ``count`` tokens greedily, one row a step."""
     if len(prompts) != shape.sequences or not all(prompts):
-        raise BindError(f"{len(prompts)} prompts for {shape.sequences} sequences\n  fix: pass one non-empty prompt each")
+        raise BindError(f"{len(prompts)} prompts for {shape.sequences} sequences\n"
+                        "  fix: pass one non-empty prompt each")
     for slot in range(shape.sequences):
         runner.reset(slot)
     batch = Batch(shape)
@@ -98,7 +99,8 @@ def generate(runner: Steps, shape: Step, prompts: Sequence[Sequence[int]], count
     made: list[list[int]] = [[] for _ in prompts]
     started, steps = time.perf_counter(), 0
     while any(len(m) < count for m in made):
-        rows = [w[: shape.query] if w else [m[-1]] if len(m) < count else [] for w, m in zip(waiting, made)]
+        rows = [w[: shape.query] if w else [m[-1]] if len(m) < count else []
+                for w, m in zip(waiting, made, strict=True)]
         fed_prompt = any(waiting)
         tokens = runner.step(**batch.inputs(rows))["tokens"].view(shape.sequences, shape.query)
         batch.accept([len(row) for row in rows])
@@ -128,8 +130,9 @@ class Check:
         return self.worst_gap <= self.tolerance
 
 
-# largest lead, in standard deviations of the logits, that an oracle may have over a rounded decode
-TOLERANCE = {"bf16": 0.25, "fp32": 1e-3}
+# largest lead, in standard deviations of the logits, that an oracle may have over a rounded decode. The small
+# checkpoint's bf16 logits are off by 5 % as a rule and 13 % at worst; a wrong token trails by about 3
+TOLERANCE = {"bf16": 0.4, "fp32": 1e-3}
 
 
 def check(reference: Reference, shape: Step, prompts: Sequence[Sequence[int]],
@@ -138,14 +141,14 @@ def check(reference: Reference, shape: Step, prompts: Sequence[Sequence[int]],
     for slot in range(shape.sequences):
         reference.reset(slot)
     batch = Batch(shape)
-    texts = [[*prompt, *new] for prompt, new in zip(prompts, made)]
+    texts = [[*prompt, *new] for prompt, new in zip(prompts, made, strict=True)]
     equal = total = 0
     worst = 0.0
     for at in range(max(map(len, texts)) - 1):
         rows = [[text[at]] if at < len(text) - 1 else [] for text in texts]
         logits = reference.step(**batch.inputs(rows))["logits"].unflatten(0, (shape.sequences, shape.query))
         batch.accept([len(row) for row in rows])
-        for i, (text, prompt) in enumerate(zip(texts, prompts)):
+        for i, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
             if not rows[i] or at + 1 < len(prompt):
                 continue
             row = logits[i, 0]

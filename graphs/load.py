@@ -34,6 +34,16 @@ class Weight:
     dtype: str
 
 
+class Loadable(Protocol):
+    """What loading needs of a weight: ``Weight`` here, or the record of a plan."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One stored tensor. ``file`` and ``offset`` order the reads; both are empty for tensors in memory."""
@@ -73,7 +83,7 @@ class StateDictSource:
 
 def load_weights(
     source: TensorSource,
-    weights: Mapping[str, Weight],
+    weights: Mapping[str, Loadable],
     rank: int = 0,
     *,
     device: str | torch.device = "cpu",
@@ -102,7 +112,7 @@ def load_weights(
 
 
 def load_state_dict_weights(
-    weights: Mapping[str, Weight],
+    weights: Mapping[str, Loadable],
     state_dict: Mapping[str, Tensor],
     rank: int = 0,
     *,

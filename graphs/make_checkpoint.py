@@ -33,7 +33,7 @@ TINY = ModelConfig(
     mla_output_gate=True, kda_heads=16, kda_head_dim=32, conv_kernel=4, kda_full_rank_gate=True,
     kda_gate_lower_bound=-5.0, a_log_shape=(128,), experts=16, top_k=4, moe_intermediate=512, latent=128,
     latent_norm=True, shared_experts=2, expert_groups=1, topk_groups=1, renormalize=True, routed_scaling=1.0,
-    expert_format="mxfp4", weight_dtype="bf16", vector_dtype="fp32", max_positions=1_048_576,
+    expert_format="mxfp4", weight_dtype="bf16", vector_dtype="fp32", gate_dtype="fp32", max_positions=1_048_576,
 )  # fmt: skip
 
 # stand-ins for the parts that a decode step never reads

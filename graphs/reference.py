@@ -34,8 +34,8 @@ class Reference:
         values = {**self.kept, **{name: tensor.to(self.device) for name, tensor in inputs.items()}}
         for node in self.graph.nodes:
             results = OPS[node.op].fn(*(values[n] for n in node.inputs), **node.attrs)
-            values.update(zip(node.outputs, results if isinstance(results, tuple) else (results,)))
-        return dict(zip(("tokens", "logits", "hidden"), (values[n] for n in self.graph.outputs)))
+            values.update(zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=True))
+        return dict(zip(("tokens", "logits", "hidden"), (values[n] for n in self.graph.outputs), strict=True))
 
     def reset(self, slot: int) -> None:
         """Empties the state of ``slot``."""

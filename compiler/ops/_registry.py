@@ -7,8 +7,9 @@ Ops that update a cache or a state write in place and return that same tensor; `
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 from ..errors import GraphError, ShardError
 from ..ir import REPLICATED, Placement, Value, shard
@@ -112,9 +113,9 @@ def split_along(in_dims: Sequence[int | None], out_dims: Sequence[int | None]) -
 
     def place(inputs: Sequence[Value], attrs: Attrs) -> list[Placement]:
         dims = list(in_dims[: len(inputs)]) + [None] * (len(inputs) - len(in_dims))
-        split = [d is not None and v.placement == shard(d) for v, d in zip(inputs, dims)]
+        split = [d is not None and v.placement == shard(d) for v, d in zip(inputs, dims, strict=True)]
         any_split = any(split)
-        for index, (value, dim) in enumerate(zip(inputs, dims)):
+        for index, (value, dim) in enumerate(zip(inputs, dims, strict=True)):
             if dim is None or not any_split:
                 if value.placement != REPLICATED:
                     raise Need(index)

@@ -5,7 +5,7 @@ A block is not copied anywhere: it is the value of the prefix at the start of a 
 from __future__ import annotations
 
 import math
-from typing import Sequence
+from collections.abc import Sequence
 
 from ..ir import Value
 from ._registry import Attrs, Shaped, Traffic, expect, op, replicated

@@ -1,7 +1,7 @@
 """Collectives. Their functions take the tensors of all ranks and return those of all ranks."""
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from ..ir import REPLICATED, Value, shard
 from ._registry import Attrs, Placement, Shaped, expect, like, op

@@ -1,7 +1,7 @@
 """Embedding look-up and greedy sampling over a vocabulary that may be split over ranks."""
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from ..ir import DISJOINT, PARTIAL_MAX, REPLICATED, Placement, Value, shard
 from ._registry import Attrs, Need, Shaped, Traffic, need_replicated, op, replicated

@@ -10,7 +10,7 @@ rows, and ``accepted`` i32 [S] of the NEXT step (1..query, at least the first ro
 from __future__ import annotations
 
 import math
-from typing import Sequence
+from collections.abc import Sequence
 
 from ..ir import Value
 from ._registry import Attrs, Shaped, Traffic, expect, op, split_along
@@ -56,7 +56,7 @@ def kda_conv(
     window_rows = (kept - 1)[:, None] + torch.arange(taps - 1, device=x.device)
     window = old.gather(1, window_rows[:, :, None].expand(-1, -1, old.shape[2]))
     rows = torch.cat([window.float(), x.float()], 1)  # [S, W - 1 + L, 3P]
-    y = sum(rows[:, t : t + query] * weight[:, t] for t in range(taps))
+    y = torch.stack([rows[:, t : t + query] * weight[:, t] for t in range(taps)]).sum(0)
     y = (y * torch.sigmoid(y)).flatten(0, 1)
     y = torch.where((positions >= 0)[:, None], y, torch.zeros_like(y))
     state.index_copy_(0, slot, torch.cat([window[:, 1:], x.to(state.dtype)], 1))

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from typing import Sequence
+from collections.abc import Sequence
 
 from ..ir import DISJOINT, PARTIAL, REPLICATED, Placement, Value, shard
 from ._registry import Attrs, Need, Shaped, Traffic, expect, free, like, op, replicated, split_along

@@ -6,7 +6,7 @@ is scratch for padding rows. page_table i32 [S, pages of the planned context]; p
 from __future__ import annotations
 
 import math
-from typing import Sequence
+from collections.abc import Sequence
 
 from ..ir import Value
 from ._registry import Attrs, Shaped, Traffic, expect, op, replicated, split_along
@@ -64,7 +64,7 @@ def mla_append(
 
     fp8_e4m3 caches saturate at 448.
     """
-    pages, page, width = cache.shape
+    pages, page, _width = cache.shape
     rows = torch.cat([latent.float(), key_part.float()], -1) / kv_scale
     if cache.dtype == torch.float8_e4m3fn:
         rows = rows.clamp(-448.0, 448.0)

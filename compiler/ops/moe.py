@@ -6,7 +6,7 @@ Expert weights are stacked on their first dim. MXFP4 weights come as packed nibb
 from __future__ import annotations
 
 import math
-from typing import Sequence
+from collections.abc import Sequence
 
 from ..ir import DISJOINT, PARTIAL, REPLICATED, Placement, Value, shard
 from ._registry import Attrs, Need, Shaped, Traffic, expect, need_replicated, op, replicated

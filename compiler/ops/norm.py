@@ -1,7 +1,7 @@
 """RMS norms."""
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from ..ir import Value
 from ._registry import Attrs, Shaped, expect, like, op, replicated, split_along

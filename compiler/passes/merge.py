@@ -57,7 +57,7 @@ def _merge(values: dict[str, Value], group: list[Node]) -> list[Node]:
     values[weight.name], values[out.name] = weight, out
     nodes = [replace(first, name=prefix, inputs=(first.inputs[0], weight.name), outputs=(prefix,))]
     start = 0
-    for node, part in zip(group, outs):
+    for node, part in zip(group, outs, strict=True):
         stop = start + part.shape[-1]
         attrs = {"dim": len(out.shape) - 1, "start": start, "stop": stop}
         nodes.append(Node(node.name, "slice", (prefix,), node.outputs, attrs, node.layer, node.stage))

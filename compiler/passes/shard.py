@@ -65,7 +65,8 @@ def _why(spec: Spec, choices: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def _split_values(graph: Graph, axes: frozenset[str], ranks: int) -> dict[str, Value]:
-    values, refused = {}, {}
+    values: dict[str, Value] = {}
+    refused: dict[str, str] = {}
     for name, value in graph.values.items():
         axis = value.axis
         if value.role in ("activation", "index") or axis is None or axis.name not in axes:

@@ -51,7 +51,7 @@ def test_kimi_k3() -> None:
         mla_output_gate=True, kda_heads=96, kda_head_dim=128, conv_kernel=4, kda_full_rank_gate=True,
         kda_gate_lower_bound=-5.0, a_log_shape=(128,), experts=896, top_k=16, moe_intermediate=3072, latent=3584,
         latent_norm=True, shared_experts=2, expert_groups=1, topk_groups=1, renormalize=True, routed_scaling=1.0,
-        expert_format="mxfp4", weight_dtype="bf16", vector_dtype="fp32", max_positions=1048576,
+        expert_format="mxfp4", weight_dtype="bf16", vector_dtype="fp32", gate_dtype="fp32", max_positions=1048576,
     )
     assert attention.count("kda") == 69
 
@@ -66,7 +66,7 @@ KIMI_LINEAR_48B = ModelConfig(
     mla_output_gate=False, kda_heads=32, kda_head_dim=128, conv_kernel=4, kda_full_rank_gate=False,
     kda_gate_lower_bound=None, a_log_shape=(1, 1, 32, 1), experts=256, top_k=8, moe_intermediate=1024, latent=None,
     latent_norm=False, shared_experts=1, expert_groups=1, topk_groups=1, renormalize=True, routed_scaling=2.446,
-    expert_format="dense", weight_dtype="bf16", vector_dtype="fp32", max_positions=1048576,
+    expert_format="dense", weight_dtype="bf16", vector_dtype="fp32", gate_dtype="fp32", max_positions=1048576,
 )
 
 

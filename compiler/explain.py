@@ -1,0 +1,223 @@
+"""Plans in words: the summary that ``compile`` prints, the reasons of one launch, the difference of two plans."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .device import Device, load_device
+from .errors import PlanError
+from .plan import Launch, LaunchPlan, PlanChoice
+
+Row = Sequence[str]
+
+
+def table(head: Row, rows: Iterable[Row], left: int = 2) -> str:
+    """Aligned columns; the first ``left`` to the left, the others to the right."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+
+    def show(line: Row) -> str:
+        cells = (c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        return "  " + "  ".join(cells).rstrip()
+
+    return "\n".join(map(show, lines))
+
+
+def size(count: float) -> str:
+    """Bytes in powers of 1000, as bandwidths are."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def floor_us(choice: PlanChoice, device: Device) -> float:
+    """Time of the launch's bytes at the device's bandwidth, or of its flops; nothing else."""
+    return max(choice.bytes / device["bandwidth_gbs"] / 1e3, choice.flops / device["matrix_tflops"] / 1e6)
+
+
+def summarise(plan: LaunchPlan) -> str:
+    """What the plan is, what it costs, and the launches of one layer of each kind."""
+    spec, device = plan.spec, load_device(plan.spec.gpu)
+    weights = sum(b.bytes for b in plan.buffers.values() if b.kind == "weight")
+    kept = sum(b.bytes for b in plan.buffers.values() if b.kind in ("state", "cache"))
+    moved = sum(plan.choice(launch).bytes for launch in plan.launches)
+    floor = sum(floor_us(plan.choice(launch), device) for launch in plan.launches)
+    measured = sum(plan.choice(launch).us for launch in plan.launches if plan.choice(launch).measured)
+    lines = [
+        f"plan {plan.key}: {spec.model.family}, {len(spec.layers)} layers, {spec.step.sequences} x "
+        f"{spec.step.query} rows, context {spec.step.context}, {spec.gpu} tp{spec.parallel.tp}, "
+        f"experts {spec.parallel.experts}, profile {spec.profile}",
+        f"a rank holds {size(weights)} of weights, {size(kept)} of caches and states, "
+        f"an arena of {size(plan.arena_bytes)}",
+        f"a step is {len(plan.launches)} launches and moves {size(moved)}: floor {floor / 1e3:.3f} ms, "
+        f"predicted {plan.us / 1e3:.3f} ms (measured launches: {100 * measured / plan.us:.0f} % of it)",
+    ]
+    if plan.alternatives:
+        lines += ["", "algebra (predicted ms a step)", _alternatives(plan)]
+    for title, launches in kinds(plan):
+        us = sum(plan.choice(launch).us for launch in launches)
+        lines += ["", f"{title}: {len(launches)} launches, {us:.1f} us", launch_table(plan, launches)]
+    lines += ["", "fused", *(_fused(plan) or ["  nothing"])]
+    return "\n".join(lines)
+
+
+def _alternatives(plan: LaunchPlan) -> str:
+    rows = []
+    for a in plan.alternatives:
+        others = ", ".join(f"{v} {us / 1e3:.3f}" for v, us in a.us.items()) or "-"
+        rows.append((a.choice, a.taken, others, a.why))
+    return table(("choice", "taken", "cost of each", "why"), rows, left=4)
+
+
+def kinds(plan: LaunchPlan) -> list[tuple[str, list[Launch]]]:
+    """Embedding, one layer of each kind (the commonest form of it), head: title and launches."""
+    model = plan.spec.model
+    by_layer: dict[int | None, list[Launch]] = {}
+    for launch in plan.launches:
+        by_layer.setdefault(launch.layer if launch.layer is not None else None, []).append(launch)
+    outside = by_layer.pop(None, [])
+    found = [("embedding", [x for x in outside if x.stage == "embed"])]
+    groups: dict[str, list[int]] = {}
+    for layer in by_layer:
+        assert layer is not None
+        kind = f"{model.attention[layer].upper()} + {'MoE' if model.mlp[layer] == 'moe' else 'dense MLP'}"
+        groups.setdefault(kind, []).append(layer)
+    for kind, layers in groups.items():
+        forms: dict[tuple[int, ...], list[int]] = {}
+        for layer in layers:
+            forms.setdefault(tuple(launch.choice for launch in by_layer[layer]), []).append(layer)
+        commonest = max(forms.values(), key=len)
+        title = f"{kind}, {len(layers)} layer{'s' if len(layers) > 1 else ''} ({ranges(layers)})"
+        if len(forms) > 1:
+            title += f", {len(forms)} forms, shown as in layer {commonest[0]}"
+        found.append((title, by_layer[commonest[0]]))
+    return [*found, ("head", [x for x in outside if x.stage == "head"])]
+
+
+def launch_table(plan: LaunchPlan, launches: Sequence[Launch]) -> str:
+    """One launch a line: name, kernel, bytes, floor, time; ``m`` marks a measured time."""
+    device = load_device(plan.spec.gpu)
+    rows = []
+    for launch in launches:
+        choice = plan.choice(launch)
+        rows.append((launch.id, choice.kernel, size(choice.bytes), f"{floor_us(choice, device):.2f}",
+                     f"{choice.us:.2f}{'m' if choice.measured else 'p'}"))
+    return table(("launch", "kernel", "bytes", "floor us", "us"), rows)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """0, 1, 2, 5 as ``0-2, 5``."""
+    parts: list[list[int]] = []
+    for n in sorted(numbers):
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def _fused(plan: LaunchPlan) -> list[str]:
+    found = [f"  {note.removeprefix('merge: ')}" for note in plan.notes if note.startswith("merge: ")]
+    counted: dict[str, int] = {}
+    for launch in plan.launches:
+        choice = plan.choice(launch)
+        if len(choice.ops) > 1:
+            text = f"{choice.kernel} = {' + '.join(choice.ops)}"
+            counted[text] = counted.get(text, 0) + 1
+    return found + [f"  {count} x {text}" for text, count in counted.items()]
+
+
+def explain(plan: LaunchPlan, what: str) -> str:
+    """Why the launches that match ``what`` (a launch, node, tensor or kernel name, or a part of one) are as they are.
+
+    Equal reasons are told once. Raises PlanError when nothing matches.
+    """
+    matching = [launch for launch in plan.launches if what in (launch.id, *launch.nodes, *launch.outputs)]
+    matching = matching or [x for x in plan.launches if what in x.id or what in plan.choice(x).kernel]
+    if not matching:
+        raise PlanError(f"no launch, node, tensor or kernel is named {what!r}\n"
+                        "  fix: take a name from the launch table, such as " + plan.launches[0].id)
+    by_choice: dict[int, list[Launch]] = {}
+    for launch in matching:
+        by_choice.setdefault(launch.choice, []).append(launch)
+    return "\n\n".join(_reasons(plan, launches) for launches in by_choice.values())
+
+
+def _reasons(plan: LaunchPlan, launches: list[Launch]) -> str:
+    launch, choice = launches[0], plan.choice(launches[0])
+    more = f" and {len(launches) - 1} more" if len(launches) > 1 else ""
+    device = load_device(plan.spec.gpu)
+    how = "measured" if choice.measured else "predicted"
+    lines = [
+        f"{launch.id}{more}: {choice.kernel}", f"  computes {' + '.join(choice.ops)}",
+        f"  {how} {choice.us:.2f} us, floor {floor_us(choice, device):.2f} us "
+        f"({size(choice.bytes)}, {choice.flops / 1e6:.1f} Mflop); {choice.source}",
+        *(f"  reads  {_tensor(plan, n)}" for n in launch.inputs),
+        *(f"  writes {_tensor(plan, n)}" for n in launch.outputs),
+    ]
+    lines += [f"  not {kernel}: {reason}" for kernel, _, reason in choice.losers]
+    if choice.more_losers:
+        lines.append(f"  and {choice.more_losers} more")
+    if not choice.losers:
+        lines.append("  no other kernel of the menu computes this here")
+    return "\n".join(lines)
+
+
+def _tensor(plan: LaunchPlan, name: str) -> str:
+    tensor = plan.tensors[name]
+    buffer = plan.buffers[tensor.buffer]
+    where = f"{buffer.kind} {tensor.buffer}" if tensor.buffer != name else buffer.kind
+    return f"{name} {tensor.dtype}{list(tensor.shape)} in {where}"
+
+
+def diff(old: LaunchPlan, new: LaunchPlan) -> str:
+    """What changed from ``old`` to ``new``: spec fields, algebra, launches by layer, totals."""
+    if old.key == new.key:
+        return f"equal: {old.key}"
+    lines = [f"{old.key} -> {new.key}"]
+    lines += _changed_fields(old, new)
+    before, after = ({launch.id: launch for launch in p.launches} for p in (old, new))
+    changes: dict[str, list[Launch]] = {}
+    for name in [*before, *(n for n in after if n not in before)]:
+        text = _change(old, new, before.get(name), after.get(name))
+        if text:
+            launch = after.get(name) or before[name]
+            short = name.split(".", 1)[1] if launch.layer is not None else name
+            changes.setdefault(f"{short}: {text}", []).append(launch)
+    for text, launches in changes.items():
+        layers = [launch.layer for launch in launches if launch.layer is not None]
+        where = f" (layers {ranges(layers)})" if layers else ""
+        lines.append(f"  {text}{where}")
+    lines.append(f"  launches {len(old.launches)} -> {len(new.launches)}, step {old.us / 1e3:.3f} -> "
+                 f"{new.us / 1e3:.3f} ms, arena {size(old.arena_bytes)} -> {size(new.arena_bytes)}")
+    return "\n".join(lines)
+
+
+def _changed_fields(old: LaunchPlan, new: LaunchPlan) -> list[str]:
+    lines = []
+    for section in ("parallel", "step", "numerics", "choices", "model"):
+        a, b = getattr(old.spec, section), getattr(new.spec, section)
+        lines += [f"  {section}.{f}: {getattr(a, f)} -> {getattr(b, f)}" for f in a.__dataclass_fields__
+                  if getattr(a, f) != getattr(b, f)]
+    for name in ("gpu", "profile", "layers", "buckets"):
+        a, b = getattr(old.spec, name), getattr(new.spec, name)
+        if a != b:
+            lines.append(f"  {name}: {a} -> {b}")
+    return lines
+
+
+def _change(old: LaunchPlan, new: LaunchPlan, a: Launch | None, b: Launch | None) -> str:
+    if a is None:
+        assert b is not None
+        return f"added, {new.choice(b).kernel} {new.choice(b).us:.2f} us"
+    if b is None:
+        return f"removed, {old.choice(a).kernel} {old.choice(a).us:.2f} us"
+    x, y = old.choice(a), new.choice(b)
+    if x.kernel != y.kernel:
+        return f"{x.kernel} {x.us:.2f} us -> {y.kernel} {y.us:.2f} us"
+    if x.config != y.config:
+        return f"{x.kernel} re-tiled {dict(x.config)} -> {dict(y.config)}, {x.us:.2f} -> {y.us:.2f} us"
+    if abs(x.us - y.us) >= 0.005:
+        return f"{x.kernel} {x.us:.2f} -> {y.us:.2f} us"
+    return ""

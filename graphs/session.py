@@ -1,0 +1,96 @@
+"""``k3plan run``: a plan, a checkpoint and some prompts to decoded text, its speed and its check."""
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..compiler.errors import BindError
+from ..compiler.plan import LaunchPlan
+from .bind import bind
+from .checkpoint import NOT_DECODED, Checkpoint
+from .decode import Bound, Check, Generated, check, generate
+from .reference import Reference
+
+# below this many bytes a product is done before a second thread has woken
+SMALL_WEIGHT = 4 << 20
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``run`` prints, and whether the check passed (true when it was not asked for)."""
+
+    text: str
+    passed: bool
+
+
+def check_checkpoint(plan: LaunchPlan, folder: str | Path) -> str:
+    """Raises CheckpointError with everything that is wrong, or says how much is right."""
+    checkpoint = Checkpoint(folder)
+    recipes = {name: weight.recipe for name, weight in plan.weights.items()}
+    checkpoint.check(recipes, ignore=(*NOT_DECODED, *_other_layers(plan)))
+    return f"{folder}: ok, {len(checkpoint.tensors)} tensors, {len(recipes)} weights can be made"
+
+
+def run_plan(plan: LaunchPlan, folder: str | Path, count: int, prompts: Sequence[str] | None = None, *,
+             verify: bool = True) -> Report:
+    """Decodes ``count`` tokens for each sequence of the plan on this machine's CPU.
+
+    Raises CheckpointError, or BindError when the plan was made for another device or the prompts do not fit.
+    """
+    texts = _prompts(plan, prompts)
+    if max(b.bytes for b in plan.buffers.values()) < SMALL_WEIGHT:
+        torch.set_num_threads(1)
+    lines = [check_checkpoint(plan, folder)]
+    checkpoint = Checkpoint(folder)
+    started = time.perf_counter()
+    executable = bind(plan, checkpoint, progress=True)
+    lines.append(f"bound plan {plan.key} to {len(executable.ranks)} rank{'s' if len(executable.ranks) > 1 else ''} "
+                 f"in {time.perf_counter() - started:.2f} s: {len(plan.launches)} launches a step")
+    made = generate(Bound(executable), plan.spec.step, texts, count)
+    lines += _show_text(texts, made)
+    step_ms = 1e3 * made.seconds / max(made.steps, 1)
+    lines.append(f"{made.tokens_per_second:.1f} tokens/s on this CPU ({step_ms:.1f} ms a step)")
+    if not verify:
+        return Report("\n".join([*lines, "not checked (--no-verify)"]), True)
+    result = check(Reference(plan.spec, checkpoint), plan.spec.step, texts, made.tokens,
+                   plan.spec.numerics.activation)
+    lines.append(_show_check(result))
+    return Report("\n".join(lines), result.passed)
+
+
+def _prompts(plan: LaunchPlan, given: Sequence[str] | None) -> list[list[int]]:
+    """Token ids of each sequence; without any, short fixed ones that differ."""
+    step, vocab = plan.spec.step, plan.spec.model.vocab
+    if not given:
+        return [[(7 * i + 11 * j + 3) % vocab for j in range(5 + i)] for i in range(step.sequences)]
+    try:
+        texts = [[int(token) for token in text.split(",")] for text in given]
+    except ValueError:
+        raise BindError(f"--prompt {' '.join(given)}: not token ids\n  fix: write numbers, such as 1,2,3") from None
+    if len(texts) != step.sequences:
+        raise BindError(f"{len(texts)} prompts for {step.sequences} sequences\n  fix: give --prompt once for each")
+    return texts
+
+
+def _show_text(prompts: Sequence[Sequence[int]], made: Generated) -> list[str]:
+    return [f"sequence {i}: {' '.join(map(str, prompt))} | {' '.join(map(str, new))}"
+            for i, (prompt, new) in enumerate(zip(prompts, made.tokens, strict=True))]
+
+
+def _show_check(result: Check) -> str:
+    verdict = "passed" if result.passed else "FAILED"
+    return (f"check {verdict}: {result.equal} of {result.tokens} tokens are the fp32 reference's own choice, the "
+            f"others trail it by {result.worst_gap:.3f} standard deviations of the logits or less "
+            f"(allowed {result.tolerance})")
+
+
+def _other_layers(plan: LaunchPlan) -> Mapping[str, None]:
+    """Prefixes of the layers that the plan leaves out."""
+    model = plan.spec.model
+    return {f"{model.tensor_prefix}layers.{i}.": None for i in range(model.layers) if i not in plan.spec.layers}
+
+

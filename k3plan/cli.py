@@ -1,0 +1,145 @@
+"""The ``k3plan`` command. Parses, calls, prints; whatever needs torch is imported by the command that needs it."""
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  help="Compiles a Kimi K3 decode step into a launch plan, runs it and explains it.")
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Make and check checkpoints.")
+app.add_typer(checkpoint_app, name="checkpoint")
+
+PlanFile = Annotated[Path, typer.Argument(help="Plan file (YAML).", show_default=False)]
+PlanJson = Annotated[Path, typer.Argument(help="Launch plan that compile --out wrote.", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value.")]
+
+
+@app.command()
+def check(plan: PlanFile, set_: Overrides = None) -> None:
+    """Check a plan file: every problem at once, each with its place and its fix."""
+    from .compiler.source import load_spec
+
+    spec = load_spec(plan, set_ or ())
+    typer.echo(f"{plan}: ok ({spec.model.family}, {len(spec.layers)} layers, {spec.step.rows} rows, "
+               f"tp{spec.parallel.tp} on {spec.gpu})")
+
+
+@app.command()
+def show(plan: PlanFile, set_: Overrides = None,
+         resolved: Annotated[bool, typer.Option("--resolved", help="Every value with its origin.")] = False) -> None:
+    """Print a plan file, or with --resolved every value that it stands for and where that came from."""
+    from .compiler.source import load_spec, show_resolved
+
+    spec = load_spec(plan, set_ or ())
+    typer.echo(show_resolved(spec) if resolved else plan.read_text().rstrip())
+
+
+@app.command("compile")
+def compile_(plan: PlanFile, set_: Overrides = None,
+             out: Annotated[Path | None, typer.Option(help="Write the launch plan there.")] = None,
+             quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No table.")] = False) -> None:
+    """Compile a plan file to a launch plan and print its launches, bytes, floor and predicted time."""
+    from .compiler.explain import summarise
+    from .face import compile_plan
+
+    started = time.perf_counter()
+    compiled = compile_plan(plan, set_ or ())
+    seconds = time.perf_counter() - started
+    if not quiet:
+        typer.echo(summarise(compiled))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        compiled.save(out)
+    where = f", written to {out}" if out is not None else ""
+    typer.echo(f"\ncompiled in {seconds:.2f} s{where}")
+
+
+@app.command()
+def explain(plan: PlanJson, what: Annotated[str, typer.Argument(help="Launch, node, tensor or kernel.")]) -> None:
+    """Say why a launch is as it is: its kernel, its cost, and each kernel that lost with the reason."""
+    from .compiler.explain import explain as explain_plan
+    from .compiler.plan import load_plan
+
+    typer.echo(explain_plan(load_plan(plan), what))
+
+
+@app.command()
+def diff(old: PlanJson, new: PlanJson) -> None:
+    """Say what changed from one launch plan to another. Exits with 1 when they differ."""
+    from .compiler.explain import diff as diff_plans
+    from .compiler.plan import load_plan
+
+    a, b = load_plan(old), load_plan(new)
+    typer.echo(diff_plans(a, b))
+    raise typer.Exit(int(a.key != b.key))
+
+
+@app.command()
+def run(plan: PlanJson,
+        checkpoint: Annotated[Path, typer.Option(help="Folder of the checkpoint.", show_default=False)],
+        tokens: Annotated[int, typer.Option(help="Tokens to decode for each sequence.", min=1)] = 32,
+        prompt: Annotated[list[str] | None, typer.Option(
+            help="Token ids of one sequence, such as 1,2,3; once for each sequence.")] = None,
+        verify: Annotated[bool, typer.Option(help="Hold the text against the fp32 reference.")] = True) -> None:
+    """Decode greedily from a checkpoint with a launch plan, on emulated ranks, and check the text."""
+    from .compiler.plan import load_plan
+    from .graphs.session import run_plan
+
+    report = run_plan(load_plan(plan), checkpoint, tokens, prompt, verify=verify)
+    typer.echo(report.text)
+    raise typer.Exit(int(not report.passed))
+
+
+@app.command()
+def doctor(json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """Say what this machine can plan, compile and run, and what to do about the rest."""
+    from .graphs.doctor import doctor as examine
+
+    typer.echo(examine(json=json_))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of plan files, for editors."""
+    from .compiler.planfile import plan_schema
+
+    typer.echo(json.dumps(plan_schema(), indent=2))
+
+
+@checkpoint_app.command("make")
+def make(folder: Annotated[Path, typer.Argument(help="Where to write it.", show_default=False)],
+         seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0) -> None:
+    """Write a small Kimi K3 checkpoint with random weights in the real format."""
+    from .graphs.make_checkpoint import make_checkpoint
+
+    model = make_checkpoint(folder, seed=seed)
+    files = sorted(folder.glob("*.safetensors"))
+    total = sum(f.stat().st_size for f in files)
+    typer.echo(f"{folder}: {model.layers} layers in {len(files)} files, {total / 1e6:.1f} MB")
+
+
+@checkpoint_app.command("check")
+def check_checkpoint(folder: Annotated[Path, typer.Argument(help="Folder of the checkpoint.", show_default=False)],
+                     plan: Annotated[Path, typer.Option(help="Launch plan that will read it.", show_default=False)],
+                     ) -> None:
+    """Check names, shapes and dtypes of a checkpoint against what a launch plan reads; reads headers only."""
+    from .compiler.plan import load_plan
+    from .graphs.session import check_checkpoint as check_folder
+
+    typer.echo(check_folder(load_plan(plan), folder))
+
+
+def main() -> None:
+    """Entry point: errors of the user's making are printed, not raised."""
+    from .compiler.errors import K3PlanError
+
+    try:
+        app()
+    except K3PlanError as error:
+        typer.echo(str(error), err=True)
+        sys.exit(2)

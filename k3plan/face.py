@@ -1,0 +1,27 @@
+"""Joins the compiler with the kernel menus, which it does not import itself."""
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from .compiler.compile import compile_spec
+from .compiler.kernel import KernelDef
+from .compiler.plan import LaunchPlan
+from .compiler.source import load_spec
+
+MENUS = ("k3plan.ops_triton.kernels", "k3plan.ops_cute.kernels")
+
+
+def kernels() -> list[KernelDef]:
+    """All kernels of all menus."""
+    return [k for menu in MENUS if find_spec(menu) for k in importlib.import_module(menu).KERNELS]
+
+
+def compile_plan(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> LaunchPlan:
+    """Plan file to launch plan. ``overrides`` are as ``--set``: ``"step.query=4"``.
+
+    Raises SpecError (the file), ShardError (a size does not divide), CoverError (no kernel for some op).
+    """
+    return compile_spec(load_spec(path, overrides), kernels())
