@@ -1,0 +1,103 @@
+"""From a planned kernel to a function that launches it: names to tensors, scratch, entry point.
+
+Decides nothing: which kernel, which configuration and which buffers are the plan's. Binding from a plan file and
+binding a region directly (tests, tuning) share this file, so that both hand a kernel the same ``Call``.
+"""
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..compiler.call import Call, Launch, Scratch
+from ..compiler.kernel import Region
+from ..compiler.pattern import ANY, PatternNode
+from .load import TORCH_DTYPES
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a plan records about the arguments of one launch: value names, never tensors."""
+
+    names: Mapping[str, str]  # pattern name -> value name, inputs and those exports that are read outside
+    rest: tuple[str, ...]  # values that the pattern takes by '...'
+    attrs: Mapping[str, Mapping[str, Any]]  # first output name of each present line -> attributes
+
+
+def arguments_of(region: Region) -> Arguments:
+    """The arguments of a region's launch, in the order of the pattern."""
+    names: dict[str, str] = {}
+    rest: list[str] = []
+    attrs: dict[str, Mapping[str, Any]] = {}
+    leaving = set(region.inputs) | set(region.outputs)
+    for line in region.kernel.parsed.variants[0].nodes:
+        node = _node_of(region, line)
+        if node is None:
+            continue
+        attrs[line.outputs[0]] = node.attrs
+        rest += node.inputs[len(line.args):] if line.rest else ()
+        for name in (*line.args, *line.outputs):
+            if name != ANY and region.binding[name] in leaving:
+                names[name] = region.binding[name]
+    absent = {line.outputs[0] for line in region.kernel.parsed.variants[0].nodes if _node_of(region, line) is None}
+    return Arguments({n: v for n, v in names.items() if n not in absent}, tuple(rest), attrs)
+
+
+def _node_of(region: Region, line: PatternNode) -> Any:
+    """The node that a pattern line matched; None for an optional line that is absent."""
+    name = next(n for n in line.outputs if n != ANY)
+    made = region.binding[name]
+    if line.optional and made == region.binding[line.args[0]]:
+        return None
+    return region.maker(name)
+
+
+def scratch_of(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    """What the region's kernel wants as workspace under ``config``."""
+    return dict(region.kernel.scratch(region, config)) if region.kernel.scratch else {}
+
+
+def default_config(region: Region) -> dict[str, Any]:
+    """The configuration of an untuned shape: the kernel's first candidate."""
+    candidates = region.kernel.configs(region) if region.kernel.configs else ()
+    return dict(candidates[0]) if candidates else {}
+
+
+def entry_point(entry: str) -> Callable[[Call], Launch]:
+    """The ``bind`` function that an entry string ``module:function`` names."""
+    module, _, name = entry.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def make_call(arguments: Arguments, tensors: Mapping[str, torch.Tensor], *,
+              scratch: Mapping[str, torch.Tensor] | None = None, config: Mapping[str, Any] | None = None,
+              dependent_launch: bool = False, ranks: int = 1) -> Call:
+    """A ``Call`` from value names and their tensors."""
+    return Call(
+        tensors={name: tensors[value] for name, value in arguments.names.items()},
+        rest=tuple(tensors[value] for value in arguments.rest), attrs=arguments.attrs,
+        scratch=scratch or {}, config=config or {}, dependent_launch=dependent_launch, ranks=ranks)
+
+
+def bind_region(region: Region, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None, *,
+                scratch: Mapping[str, torch.Tensor] | None = None, dependent_launch: bool = False) -> Launch:
+    """Binds the kernel of ``region`` to ``tensors``, given by value name.
+
+    ``config`` of None is the kernel's default. ``scratch`` is allocated here when not given.
+    """
+    config = default_config(region) if config is None else config
+    if scratch is None:
+        device = next(iter(tensors.values())).device
+        scratch = {name: allocate(wanted, device) for name, wanted in scratch_of(region, config).items()}
+    call = make_call(arguments_of(region), tensors, scratch=scratch, config=config,
+                     dependent_launch=dependent_launch)
+    return entry_point(region.kernel.entry)(call)
+
+
+def allocate(wanted: Scratch, device: torch.device | str) -> torch.Tensor:
+    """Workspace as asked for; what need not be zero is left as it comes."""
+    make = torch.zeros if wanted.zeroed else torch.empty
+    return make(wanted.shape, dtype=TORCH_DTYPES[wanted.dtype], device=device)

@@ -1,0 +1,76 @@
+"""What every Triton kernel file shares: the dependent-launch switch and a launch that can be looked at.
+
+A launch is data (kernel, grid, pointers, constants), so that the cross-compiler builds exactly what the runtime
+would launch. Nothing here knows an op.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+
+@triton.jit
+def start_dependents(DEPENDENT_LAUNCH: tl.constexpr):
+    """Lets the next kernel start while this one runs. Called first thing: a late trigger gains nothing."""
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def await_producers(DEPENDENT_LAUNCH: tl.constexpr):
+    """Blocks until every earlier kernel has finished. Only weights may be read before it.
+
+    Every kernel of a step triggers first thing, so kernels further back than the previous one may still be running
+    here; blocks of the residual stream and caches are activations too.
+    """
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+
+
+# bf16 arithmetic and bf16 tl.dot are silently wrong in Triton's interpreter, so kernels widen their loads there
+INTERPRET = not isinstance(start_dependents, JITFunction)
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One bound launch: call it to enqueue it on the current stream."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    pointers: Mapping[str, torch.Tensor]
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)  # launch options, such as launch_pdl
+
+    def __call__(self) -> None:
+        self.kernel[self.grid](**self.pointers, **self.constants, num_warps=self.num_warps,
+                               num_stages=self.num_stages, **self.options)
+
+
+@dataclass(frozen=True)
+class LaunchSequence:
+    """Launches that one planned launch needs where a single kernel cannot do it (the interpreter's barriers)."""
+
+    launches: tuple[KernelLaunch, ...]
+
+    def __call__(self) -> None:
+        for launch in self.launches:
+            launch()
+
+
+def launch_options(dependent_launch: bool) -> dict[str, Any]:
+    """Options of a launch with a programmatic edge; empty without one, so that other backends accept them."""
+    return {"launch_pdl": True} if dependent_launch else {}
+
+
+def row_stride(tensor: torch.Tensor) -> int:
+    """Elements between rows of a matrix whose last dim is contiguous."""
+    assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1, f"strided last dim: {tensor.shape} {tensor.stride()}"
+    return tensor.stride(0)

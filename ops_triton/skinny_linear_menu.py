@@ -1,0 +1,147 @@
+"""Where ``skinny_linear`` fits, its launch configurations and its workspace. No triton here."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..compiler.call import Scratch
+from ..compiler.kernel import KernelDef, Region
+
+ENTRY = "k3plan.ops_triton.skinny_linear:bind"
+ROWS = (1, 64)
+FMA_ROWS = 8  # most rows for which multiply-add in registers is a candidate
+LANE_ELEMENTS = 8  # bf16 elements in one 16-byte load
+WARP_ELEMENTS = 32 * LANE_ELEMENTS  # elements of K that one warp covers with one load a lane
+
+ACTIVATIONS = ("situ_and_mul", "silu_and_mul")
+
+
+def padded_rows(form: str, rows: int) -> int:
+    """Rows of the accumulator: a power of two, and 16 at least for the matrix units."""
+    wanted = 1 << (rows - 1).bit_length()
+    return wanted if form == "fma" else max(wanted, 16)
+
+
+def count_tiles(config: Mapping[str, Any], router: int, plain: int, activated: int) -> tuple[int, int, int]:
+    """Thread blocks for the router's rows, for plain rows, and for pairs of gate and up rows."""
+    tile = config["rows"]
+    return -(-router // tile), -(-plain // tile), -(-activated // (tile // 2))
+
+
+def _rows(region: Region) -> int:
+    return region.value("x").shape[0]
+
+
+def row_groups(region: Region) -> tuple[int, int, int]:
+    """Output rows: (router, plain, pairs of gate and up)."""
+    router = region.value("router").shape[0] if "router" in region.binding else 0
+    total = region.value("weight").shape[0]
+    pairs = region.value("a").shape[-1] if "a" in region.binding else 0
+    return router, total - 2 * pairs, pairs
+
+
+def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    """Partial sums of the splits, and one arrival counter a tile."""
+    if config["split"] == 1:
+        return {}
+    tiles = sum(count_tiles(config, *row_groups(region)))
+    each = config["rows"] * padded_rows(config["form"], _rows(region))
+    return {"partial": Scratch((config["split"], tiles * each), "fp32"),
+            "arrivals": Scratch((tiles,), "i32", zeroed=True)}
+
+
+def configs(region: Region) -> list[dict[str, Any]]:
+    """Candidates, the guess first: as many loads in flight as the shape allows, in one wave of thread blocks."""
+    rows = _rows(region)
+    columns = region.value("weight").shape[1]
+    outputs = sum(row_groups(region)) + row_groups(region)[2]
+    found = [*(_fma(columns) if rows <= FMA_ROWS else ()), *_dot(columns)]
+    # about two blocks a multiprocessor hide the latency of memory; more rows than 4 are cheaper on matrix units
+    first = min(found, key=lambda c: (abs(_blocks(c, outputs) - _wanted_blocks(c)), c["split"]) if (
+        (c["form"] == "fma") == (rows <= 4)) else (1 << 30, 0))
+    return [first, *(c for c in found if c is not first and _blocks(c, outputs) >= 32)]
+
+
+def _blocks(config: Mapping[str, Any], outputs: int) -> int:
+    return -(-outputs // config["rows"]) * config["split"]
+
+
+def _wanted_blocks(config: Mapping[str, Any]) -> int:
+    """A block of the multiply-add form keeps rows x 16 bytes a thread in flight, one of the other form its stages."""
+    return 800 if config["form"] == "fma" else 400
+
+
+def _fma(columns: int) -> list[dict[str, Any]]:
+    found = []
+    for warps in (4, 8, 2):
+        block = warps * WARP_ELEMENTS
+        for tile in (4, 2, 8):
+            for split in (1, 2, 4):
+                if split == 1 or columns >= 2 * split * block:
+                    found.append({"form": "fma", "rows": tile, "block": block, "split": split, "warps": warps,
+                                  "stages": 1})
+    return [c for c in found if c["block"] <= max(columns, WARP_ELEMENTS * 2)] or found[:1]
+
+
+def _dot(columns: int) -> list[dict[str, Any]]:
+    found = []
+    for tile, block, stages in ((32, 128, 4), (16, 256, 4), (16, 128, 6), (32, 256, 3), (64, 128, 3), (16, 64, 4)):
+        for split in (1, 2, 4, 8):
+            if split == 1 or columns >= 4 * split * block:
+                found.append({"form": "dot", "rows": tile, "block": block, "split": split, "warps": 4,
+                              "stages": stages})
+    return [c for c in found if c["block"] <= columns] or found[-1:]
+
+
+def _needs_bf16(region: Region) -> str | None:
+    for name in ("x", "weight", "router"):
+        if name in region.binding and region.value(name).dtype != "bf16":
+            return f"{name} is {region.value(name).dtype}, the kernel reads bf16"
+    if len(region.value("x").shape) != 2:
+        return "rows must be a matrix"
+    return None
+
+
+def _needs_pairs(region: Region) -> str | None:
+    """Gate and up must be the last rows of the projection, side by side."""
+    views = [region.maker(name) for name in ("gate", "up")]
+    (start, middle), (again, end) = ((v.attrs["start"], v.attrs["stop"]) for v in views if v is not None)
+    if again != middle or middle - start != end - middle or end != region.value("weight").shape[0]:
+        return "gate and up are not the last rows of one projection"
+    return _needs_bf16(region)
+
+
+def _needs_router(region: Region) -> str | None:
+    out = region.value("logits").dtype
+    if out != "fp32" or region.value("f").dtype != "bf16":
+        return f"the two projections give {out} and {region.value('f').dtype}, not fp32 and bf16"
+    if region.has("situ_and_mul") or region.has("silu_and_mul"):
+        return _needs_pairs(region)
+    return _needs_bf16(region)
+
+
+def _define(name: str, pattern: str, needs: Any, note: str) -> KernelDef:
+    return KernelDef(id=f"triton.{name}", pattern=pattern, entry=ENTRY, rows=ROWS, needs=needs, scratch=scratch,
+                     configs=configs, note=note, evidence="not measured yet")
+
+
+def _front(router: bool, activation: str) -> str:
+    lines = ["logits = linear(x, router)"] if router else []
+    lines += ["f = linear(x, weight)", "gate = slice(f)", "up = slice(f)", f"a = {activation}(gate, up)"]
+    return "\n".join([*lines, "-> logits, f, a" if router else "-> f, a"])
+
+
+KERNELS: tuple[KernelDef, ...] = (
+    _define("skinny_linear", "f = linear(x, weight)\n-> f", _needs_bf16, "one projection"),
+    _define("skinny_linear_add", "f = linear(x, weight)\ny = add(f, other)\n-> y", _needs_bf16,
+            "projection plus another value"),
+    _define("skinny_linear_gate", "f = linear(x, weight)\ngated = sigmoid_mul(other, f)\n-> gated", _needs_bf16,
+            "sigmoid of a projection times another value"),
+    _define("skinny_linear_router", "logits = linear(x, router)\nf = linear(x, weight)\n-> logits, f",
+            _needs_router, "fp32 router rows and bf16 rows in one launch"),
+    *(_define(f"skinny_linear_{short}", _front(False, op), _needs_pairs, "projection with gate and up activated")
+      for short, op in (("situ", "situ_and_mul"), ("silu", "silu_and_mul"))),
+    *(_define(f"skinny_linear_router_{short}", _front(True, op), _needs_router,
+              "router, projection, gate and up activated in one launch")
+      for short, op in (("situ", "situ_and_mul"), ("silu", "silu_and_mul"))),
+)

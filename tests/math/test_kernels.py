@@ -1,0 +1,32 @@
+"""Every kernel of the menus against the meaning of the ops that it computes. See ``tests/kernel_check.py``."""
+from __future__ import annotations
+
+import kernel_check
+import pytest
+
+KERNELS = kernel_check.all_kernels()
+CASES = kernel_check.cases(KERNELS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernel(case: kernel_check.Case, device: str) -> None:
+    kernel_check.check(case, device)
+
+
+def test_every_kernel_has_a_case() -> None:
+    tested = {case.region.kernel.id for case in CASES}
+    missing = [kernel.id for kernel in KERNELS if kernel.id not in tested]
+    assert not missing, f"no small model has a region for {missing}"
+
+
+def test_the_check_sees_a_wrong_kernel() -> None:
+    """The bounds are no good if an error of one bf16 ulp in half of the elements passes for rounding."""
+    import torch
+
+    exact = torch.randn(8, 64)
+    case = CASES[0]
+    name = case.region.outputs[-1]
+    wrong = exact.clone()
+    wrong[0, 0] += 1.0
+    with pytest.raises(AssertionError, match="error"):
+        kernel_check._check_close(case, name, "here", wrong, exact.bfloat16().float(), exact)
