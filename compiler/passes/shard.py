@@ -94,6 +94,7 @@ class _Sharder:
         self.ranks = ranks
         self.nodes: list[Node] = []
         self.brought: dict[tuple[str, Placement], str] = {}
+        self.makers: dict[str, Node] = {}
 
     def place(self, node: Node) -> None:
         definition, inputs = OPS[node.op], list(node.inputs)
@@ -113,6 +114,7 @@ class _Sharder:
             role = local[source].role if source is not None and definition.kind != "view" else "activation"
             self.values[name] = Value(name, shape, dtype, role, placement)
         self.nodes.append(replace(node, inputs=tuple(inputs)))
+        self.makers.update(dict.fromkeys(node.outputs, node))
 
     def bring(self, name: str, wanted: Placement, node: Node) -> str:
         """``name`` at placement ``wanted``, through a collective if need be."""
@@ -137,6 +139,7 @@ class _Sharder:
         result = f"{name}.{op}"
         (shape, dtype), = OPS[op].infer([value], attrs)
         self.values[result] = Value(result, shape, dtype, "activation", wanted)
-        self.nodes.append(Node(result, op, (name,), (result,), attrs, node.layer, node.stage))
+        maker = self.makers.get(name, node)  # a collective belongs to what it completes
+        self.nodes.append(Node(result, op, (name,), (result,), attrs, maker.layer, maker.stage))
         self.brought[name, wanted] = result
         return result

@@ -1,0 +1,232 @@
+"""The pipeline: what a compiled plan must be true of, whatever the model, and golden texts of two plans."""
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from k3plan.compiler.compile import compile_spec, lower
+from k3plan.compiler.errors import PlanError, ShardError
+from k3plan.compiler.explain import diff, explain, kinds, ranges, summarise
+from k3plan.compiler.kernel import KernelDef
+from k3plan.compiler.plan import LaunchPlan, load_plan
+from k3plan.compiler.source import load_spec
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests/golden/plans"
+K3 = ROOT / "examples/k3-gb300-tp16.yaml"
+LINEAR = ROOT / "examples/kimi-linear-48b.yaml"
+
+CASES = {
+    "k3-tp16": (K3, ()),
+    "k3-tp16-verify": (K3, ("step.query=8",)),
+    "k3-tp8-ep": (K3, ("parallel={tp: 8, experts: ep}",)),
+    "k3-tp1": (K3, ("parallel.tp=1", "step.outputs=[tokens, logits, hidden]")),
+    "k3-tp32-sharded": (K3, ("parallel.tp=32", "choices={moe_front: sharded, moe_tail: stripe, mla_front: sharded}")),
+    "linear-tp1": (LINEAR, ()),
+    "linear-tp4": (LINEAR, ("parallel.tp=4", "step.sequences=3")),
+}
+
+
+def plan_of(case: str) -> LaunchPlan:
+    path, overrides = CASES[case]
+    return compile_spec(load_spec(path, overrides))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def plan(request: pytest.FixtureRequest) -> LaunchPlan:
+    return plan_of(request.param)
+
+
+def test_every_node_is_computed_once(plan: LaunchPlan) -> None:
+    graph, _ = lower(plan.spec, {n: getattr(plan.spec.choices, n) for n in ("moe_front", "moe_tail", "mla_front")})
+    computed = [name for launch in plan.launches for name in launch.nodes]
+    assert sorted(computed) == sorted(node.name for node in graph.nodes if node.op != "slice")
+
+
+def test_launches_read_only_what_was_written(plan: LaunchPlan) -> None:
+    written = {name for name, b in plan.buffers.items() if b.kind not in ("arena", "output")}
+    for launch in plan.launches:
+        for name in launch.inputs:
+            assert plan.tensors[name].buffer in written, (launch.id, name)
+        written.update(plan.tensors[name].buffer for name in launch.outputs)
+    assert {plan.tensors[n].buffer for n in plan.outputs.values()} <= written
+
+
+def test_live_arena_buffers_never_overlap(plan: LaunchPlan) -> None:
+    arena = {n: b for n, b in plan.buffers.items() if b.kind == "arena"}
+    by_start = sorted(arena.values(), key=lambda b: b.first)
+    live: list = []
+    for buffer in by_start:
+        live = [b for b in live if b.last >= buffer.first]
+        for other in live:
+            apart = other.offset + other.bytes <= buffer.offset or buffer.offset + buffer.bytes <= other.offset
+            assert apart, (buffer, other)
+        live.append(buffer)
+    assert max(b.offset + b.bytes for b in by_start) <= plan.arena_bytes
+
+
+def test_tensors_stay_inside_their_buffers(plan: LaunchPlan) -> None:
+    size = {"bf16": 2, "fp32": 4, "fp8_e4m3": 1, "u8": 1, "i32": 4, "i64": 8}
+    for name, t in plan.tensors.items():
+        last = t.offset + sum((n - 1) * s for n, s in zip(t.shape, t.stride, strict=True)) + 1
+        assert last * size[t.dtype] <= plan.buffers[t.buffer].bytes, name
+
+
+def test_plan_survives_its_json(plan: LaunchPlan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    again = load_plan(tmp_path / "plan.json")
+    assert again.to_json() == plan.to_json()
+    assert (again.key, again.launches, again.weights, again.spec.model) == (
+        plan.key, plan.launches, plan.weights, plan.spec.model)
+
+
+def test_equal_specs_give_equal_plans() -> None:
+    assert plan_of("k3-tp16").to_json() == plan_of("k3-tp16").to_json()
+
+
+def test_equal_layers_share_their_choices() -> None:
+    plan = plan_of("k3-tp16")
+    assert len(plan.launches) > 2000
+    assert len(plan.choices) < 60
+
+
+@pytest.mark.parametrize("query", [1, 8])
+def test_arena_of_the_full_model_is_small(query: int) -> None:
+    plan = compile_spec(load_spec(K3, (f"step.query={query}", "step.sequences=8")))
+    # 64 rows: 9 sources of 7168 bf16 and the widest layer; the promise is 200 MB
+    assert plan.arena_bytes < (40e6 if query == 8 else 6e6)
+
+
+def golden(name: str, text: str) -> None:
+    path = GOLDEN / name
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text)
+    assert path.read_text() == text, f"{path} differs; UPDATE_GOLDEN=1 rewrites it"
+
+
+def small() -> LaunchPlan:
+    return compile_spec(load_spec(K3, ("model.layers=[0, 1, 3]", "choices.moe_tail=stripe")))
+
+
+def test_golden_plan() -> None:
+    golden("k3-three-layers.json", small().to_json())
+
+
+def test_golden_summary() -> None:
+    golden("k3-gb300-tp16.txt", summarise(plan_of("k3-tp16")) + "\n")
+
+
+def test_golden_diff() -> None:
+    other = compile_spec(load_spec(K3, ("model.layers=[0, 1, 3]", "choices.moe_tail=all_reduce", "step.query=4")))
+    golden("diff.txt", diff(small(), other) + "\n")
+
+
+def test_diff_of_a_plan_with_itself() -> None:
+    assert diff(small(), small()) == f"equal: {small().key}"
+
+
+def fused_menu() -> list[KernelDef]:
+    return [
+        KernelDef("test.residual_norm", "p = residual_add(x, d)\nh = rms_norm(p, w)\n-> p, h", "test:bind"),
+        KernelDef("test.mix_norm", "m = attn_res(s, p, ...)\nh = rms_norm(m, w)\n-> h", "test:bind"),
+        KernelDef("test.add_mix_norm",
+                  "p = residual_add(x, d)\nm = attn_res(s, p, ...)\nh = rms_norm(m, w)\n-> p, h", "test:bind"),
+        KernelDef("test.big_rows", "m = attn_res(s, p, ...)\nh = rms_norm(m, w)\n-> h", "test:bind", rows=(16, 64)),
+        KernelDef("test.blackwell", "m = attn_res(s, p, ...)\nh = rms_norm(m, w)\n-> h", "test:bind",
+                  arch=("sm_100",)),
+    ]
+
+
+def test_fusions_are_taken_and_explained_with_numbers() -> None:
+    plan = compile_spec(load_spec(K3, ("model.layers=[0, 1, 3]",)), fused_menu())
+    taken = {plan.choice(launch).kernel for launch in plan.launches}
+    assert {"test.add_mix_norm", "test.mix_norm"} <= taken
+    text = explain(plan, "L1.mlp.h+2")
+    assert "L1.mlp.h+2" in text
+    assert "split: torch.residual_add" in text
+    assert "us dearer" in text
+    assert "not test.big_rows: rows 1 below 16" in text
+    assert "not test.blackwell: needs sm_100, target is sm_103" in text
+    assert "x test.add_mix_norm = residual_add + attn_res + rms_norm" in summarise(plan)
+
+
+def test_stock_takes_one_node_kernels_only() -> None:
+    plan = compile_spec(load_spec(K3, ("model.layers=[0, 1, 3]", "profile=stock")), fused_menu())
+    assert all(len(plan.choice(launch).ops) == 1 for launch in plan.launches)
+    assert "not test.add_mix_norm: profile stock takes one-node kernels only" in explain(plan, "L1.mlp.prefix")
+
+
+def test_explain_of_an_unknown_name() -> None:
+    with pytest.raises(PlanError, match="no launch, node, tensor or kernel is named 'nothing'"):
+        explain(small(), "nothing")
+
+
+def test_auto_takes_the_cheapest_algebra() -> None:
+    plan = plan_of("k3-tp16")
+    for alternative in plan.alternatives:
+        assert alternative.us[alternative.taken] == min(alternative.us.values())
+        assert len(alternative.us) == 2
+
+
+def test_forced_algebra_is_kept_and_costs_what_auto_said() -> None:
+    auto = plan_of("k3-tp16")
+    forced = compile_spec(load_spec(K3, ("choices.moe_front=sharded", "choices.moe_tail=all_reduce",
+                                         "choices.mla_front=replicated")))
+    predicted = next(a for a in auto.alternatives if a.choice == "moe_front").us["sharded"]
+    assert forced.spec.choices.moe_front == "sharded"
+    # the table is priced on one layer of each kind: AttnRes has more sources in later layers
+    assert forced.us == pytest.approx(predicted, rel=0.01)
+
+
+def test_a_dimension_that_does_not_divide_is_named(tmp_path: Path) -> None:
+    config = json.loads((ROOT / "compiler/presets/kimi-k3.json").read_text())
+    config["text_config"]["linear_attn_config"]["num_heads"] = 24
+    config["text_config"]["moe_intermediate_size"] = 3072 - 32
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ShardError) as error:
+        compile_spec(load_spec(K3, (f"model.config={tmp_path / 'config.json'}", "parallel.tp=16")))
+    assert "KDA heads: 24 do not divide over tp=16" in str(error.value)
+    assert "expert intermediate: 95 groups of 32 do not divide over tp=16" in str(error.value)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda d: {**d, "version": 9}, "plan version 9"),
+    (lambda d: {**d, "arena_bytes": 1}, "content does not match its key"),
+    (lambda d: [], "not a launch plan"),
+])
+def test_plans_that_are_not_read(tmp_path: Path, change, message: str) -> None:
+    path = tmp_path / "plan.json"
+    small().save(path)
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(PlanError, match=message):
+        load_plan(path)
+
+
+def test_a_plan_that_is_not_there_or_not_json(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="No such file"):
+        load_plan(tmp_path / "none.json")
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(PlanError, match="not JSON"):
+        load_plan(tmp_path / "plan.json")
+
+
+def test_kinds_of_the_full_model() -> None:
+    titles = [title.split(":")[0] for title, _ in kinds(plan_of("k3-tp16"))]
+    assert titles[0] == "embedding"
+    assert titles[1].startswith("KDA + dense MLP, 1 layer (0)")
+    assert titles[2].startswith("KDA + MoE, 68 layers (1-2, 4-6")
+    assert titles[3].startswith("MLA + MoE, 24 layers (3, 7,")
+    assert titles[3].split(")")[0].endswith("87, 91-92")
+
+
+def test_ranges() -> None:
+    assert ranges([5, 0, 1, 2, 9]) == "0-2, 5, 9"
+
+
+def test_layers_can_be_left_out() -> None:
+    spec = load_spec(K3)
+    assert {launch.layer for launch in compile_spec(replace(spec, layers=(3, 92))).launches} == {None, 3, 92}
