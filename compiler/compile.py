@@ -81,7 +81,7 @@ def choose_algebra(spec: Spec, menu: Menu) -> tuple[dict[str, str], tuple[Altern
     best = min(priced, key=lambda c: (priced[c], c))
     found = []
     for index, name in enumerate(names):
-        us = {v: priced[(*best[:index], v, *best[index + 1:])] for v in values[name]}
+        us = {v: priced[tuple([*best[:index], v, *best[index + 1:]])] for v in values[name]}
         why = "cheapest of the alternatives" if len(us) > 1 else "as the plan file says"
         found.append(Alternative(name, best[index], why, {v: round(u, 3) for v, u in us.items()}))
     return dict(zip(names, best, strict=True)), tuple(found)

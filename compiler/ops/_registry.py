@@ -49,6 +49,7 @@ class OpDef:
     place: Place
     count: Count
     alias: Mapping[int, int] = field(default_factory=dict)
+    outputs: int = 1
     kind: str = "compute"  # "compute", "view" (no launch) or "comm" (all ranks together)
 
 
@@ -57,7 +58,7 @@ OPS: dict[str, OpDef] = {}
 
 def op(
     *, infer: Infer, place: Place, count: Count | None = None,
-    alias: Mapping[int, int] | None = None, kind: str = "compute",
+    alias: Mapping[int, int] | None = None, outputs: int = 1, kind: str = "compute",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares the decorated function as the op of its own name."""
 
@@ -65,7 +66,7 @@ def op(
         name = fn.__name__
         if name in OPS:
             raise GraphError(f"op {name} is declared twice")
-        OPS[name] = OpDef(name, fn, infer, place, count or streamed, alias or {}, kind)
+        OPS[name] = OpDef(name, fn, infer, place, count or streamed, alias or {}, outputs, kind)
         return fn
 
     return register

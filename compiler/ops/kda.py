@@ -34,7 +34,7 @@ def _count_conv(inputs: Sequence[Value], outputs: Sequence[Value], attrs: Attrs)
 
 
 @op(
-    infer=_infer_conv, count=_count_conv, alias={3: 3},
+    infer=_infer_conv, count=_count_conv, alias={3: 3}, outputs=4,
     place=split_along((1, 1, 1, 2, 0, 0, 0), (1, 1, 1, 2)),
 )
 def kda_conv(
@@ -107,7 +107,8 @@ def _count_delta(inputs: Sequence[Value], outputs: Sequence[Value], attrs: Attrs
     return Traffic(rows + touched, per_row * inputs[0].shape[0])
 
 
-@op(infer=_infer_delta, place=split_along((1,) * 6, (1, 1)), count=_count_delta, alias={1: 5})
+@op(infer=_infer_delta, place=split_along((1,) * 6, (1, 1)), count=_count_delta, alias={1: 5},
+    outputs=2)
 def kda_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor,
     state: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
@@ -132,7 +133,8 @@ def _infer_verify(inputs: Sequence[Value], attrs: Attrs) -> list[Shaped]:
     return [(inputs[2].shape, inputs[2].dtype)] + [(s.shape, s.dtype) for s in inputs[5:7]]
 
 
-@op(infer=_infer_verify, place=split_along((1,) * 6 + (3,), (1, 1, 3)), count=_count_delta, alias={1: 5, 2: 6})
+@op(infer=_infer_verify, place=split_along((1,) * 6 + (3,), (1, 1, 3)), count=_count_delta, alias={1: 5, 2: 6},
+    outputs=3)
 def kda_verify(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor,
     state: torch.Tensor, record: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,

@@ -20,7 +20,7 @@ def _infer_topk(inputs: Sequence[Value], attrs: Attrs) -> list[Shaped]:
     return [((rows, attrs["top_k"]), "i32"), ((rows, attrs["top_k"]), "fp32")]
 
 
-@op(infer=_infer_topk, place=replicated(2))
+@op(infer=_infer_topk, place=replicated(2), outputs=2)
 def router_topk(
     logits: torch.Tensor, bias: torch.Tensor, *, top_k: int, groups: int, topk_groups: int,
     renormalize: bool, scaling: float,
@@ -123,7 +123,7 @@ def _each_expert(ids: torch.Tensor, rank: torch.Tensor, local: int, experts: int
             yield expert - base, rows, columns
 
 
-@op(infer=_infer_gate_up, place=_place_gate_up, count=_count_experts)
+@op(infer=_infer_gate_up, place=_place_gate_up, count=_count_experts, outputs=2)
 def experts_gate_up(
     x: torch.Tensor, ids: torch.Tensor, rank: torch.Tensor, *weights: torch.Tensor,
     experts: int, format: str, activation: str,
