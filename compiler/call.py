@@ -20,7 +20,7 @@ class Call:
     ``rest`` are the inputs that the pattern takes by ``...``. ``attrs`` maps the first output name of each
     pattern line to that node's attributes; an absent optional line has no entry. ``scratch`` are tensors that
     the kernel asked for; those of kind "zeroed" were zero before the first launch and the kernel must leave
-    them zero. ``config`` is the tuned configuration of the plan.
+    them zero, unless they are "kept". ``config`` is the tuned configuration of the plan.
 
     ``bind(call)`` of a kernel file checks its assumptions (AssertionError with values: the plan was wrong),
     compiles nothing at run time beyond the first call, and returns a function without arguments that launches
@@ -47,3 +47,4 @@ class Scratch:
     shape: tuple[int, ...]
     dtype: str
     zeroed: bool = False  # zeroed scratch keeps its address for the life of the plan
+    kept: bool = False  # zeroed once and then the kernel's own, such as epochs; only launches of one kernel share it

@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from .arguments import arguments_of
 from .build import build_graph
+from .call import Scratch
 from .cost import cost_model
 from .cover import Choice, Cover, cover
 from .device import load_device
@@ -14,26 +16,28 @@ from .kernel import KernelDef, Menu, Region
 from .match import find_regions
 from .memory import lay_out
 from .menu import op_kernels
+from .order import FREE_OPS
 from .passes.log import Note
 from .passes.merge import merge_projections
 from .passes.shard import OPTIONAL, shard_graph
 from .passes.verify import verify
 from .plan import Alternative, Launch, LaunchPlan, PlanChoice, Weight, seal
 from .spec import Spec
+from .tuning import Tuning
 
 
-def compile_spec(spec: Spec, kernels: Iterable[KernelDef] = ()) -> LaunchPlan:
+def compile_spec(spec: Spec, kernels: Iterable[KernelDef] = (), tuning: Tuning | None = None) -> LaunchPlan:
     """The launch plan of ``spec``, choosing from ``kernels`` and the torch kernel of each op.
 
     Raises ShardError, CoverError, or GraphError (a defect of k3plan).
     """
-    menu = Menu([*op_kernels(), *kernels])
-    taken, alternatives = choose_algebra(spec, menu)
+    menu, tuning = Menu([*op_kernels(), *kernels]), tuning or Tuning()
+    taken, alternatives = choose_algebra(spec, menu, tuning)
     graph, notes = lower(spec, taken)
-    chosen = cover_graph(graph, spec, menu)
-    regions = chosen.regions
-    tensors, buffers, arena_bytes = lay_out(graph, regions)
-    choices, launches = _launches(chosen)
+    chosen = cover_graph(graph, spec, menu, tuning)
+    scratch = [_scratch(region, tuning) for region in chosen.regions]
+    tensors, buffers, arena_bytes = lay_out(graph, chosen.regions, scratch)
+    choices, launches = _launches(chosen, tuning, scratch)
     weights = {n: Weight(v.shape, v.dtype, v.recipe) for n, v in graph.values.items() if v.recipe is not None}
     return seal(LaunchPlan(
         spec=replace(spec, choices=replace(spec.choices, **taken), origins={}),
@@ -52,11 +56,11 @@ def lower(spec: Spec, choices: dict[str, str]) -> tuple[Graph, list[Note]]:
     return verify(graph, "merge"), [*sharding, *merging]
 
 
-def cover_graph(graph: Graph, spec: Spec, menu: Menu) -> Cover:
+def cover_graph(graph: Graph, spec: Spec, menu: Menu, tuning: Tuning) -> Cover:
     """The cheapest cover of ``graph`` on the target of ``spec``."""
     device, rows = load_device(spec.gpu), spec.step.rows
     regions, misses = find_regions(graph, menu, arch=device.arch, rows=rows)
-    price = cost_model(device, rows, spec.parallel.tp)
+    price = cost_model(device, tuning, spec.parallel.tp)
 
     def cost_of(region: Region):
         return region.kernel.cost(region) if region.kernel.cost else price(region)
@@ -64,7 +68,7 @@ def cover_graph(graph: Graph, spec: Spec, menu: Menu) -> Cover:
     return cover(graph, regions, cost_of, near_misses=misses, profile=spec.profile)
 
 
-def choose_algebra(spec: Spec, menu: Menu) -> tuple[dict[str, str], tuple[Alternative, ...]]:
+def choose_algebra(spec: Spec, menu: Menu, tuning: Tuning) -> tuple[dict[str, str], tuple[Alternative, ...]]:
     """Resolves each ``auto`` by covering all combinations on one layer of each kind, weighted by their number."""
     wanted = {name: getattr(spec.choices, name) for name, *_ in OPTIONAL}
     other = {"moe_front": "replicated", "moe_tail": "all_reduce", "mla_front": "replicated"}
@@ -77,7 +81,7 @@ def choose_algebra(spec: Spec, menu: Menu) -> tuple[dict[str, str], tuple[Altern
     names = list(values)
     priced: dict[tuple[str, ...], float] = {}
     for combination in itertools.product(*values.values()):
-        priced[combination] = _sample_us(spec, dict(zip(names, combination, strict=True)), menu)
+        priced[combination] = _sample_us(spec, dict(zip(names, combination, strict=True)), menu, tuning)
     best = min(priced, key=lambda c: (priced[c], c))
     found = []
     for index, name in enumerate(names):
@@ -87,14 +91,14 @@ def choose_algebra(spec: Spec, menu: Menu) -> tuple[dict[str, str], tuple[Altern
     return dict(zip(names, best, strict=True)), tuple(found)
 
 
-def _sample_us(spec: Spec, choices: dict[str, str], menu: Menu) -> float:
+def _sample_us(spec: Spec, choices: dict[str, str], menu: Menu, tuning: Tuning) -> float:
     """Predicted us of the whole step, from one layer of each kind."""
     kinds: dict[tuple[str, str], list[int]] = {}
     for layer in spec.layers:
         kinds.setdefault((spec.model.attention[layer], spec.model.mlp[layer]), []).append(layer)
     sample = {layers[0]: len(layers) for layers in kinds.values()}
     graph, _ = lower(replace(spec, layers=tuple(sorted(sample))), choices)
-    chosen = cover_graph(graph, spec, menu)
+    chosen = cover_graph(graph, spec, menu, tuning)
     return sum(c.cost.us * sample.get(_layer(c), 1) for c in chosen.choices)
 
 
@@ -103,45 +107,55 @@ def _layer(choice: Choice) -> int:
     return -1 if layer is None else layer
 
 
-def _launches(chosen: Cover) -> tuple[tuple[PlanChoice, ...], tuple[Launch, ...]]:
+def _launch_id(region: Region) -> str:
+    """The node's name; of several nodes the last one's, and how many more."""
+    solid = [node for node in region.nodes if node.op not in FREE_OPS]
+    return solid[-1].name if len(solid) == 1 else f"{solid[-1].name}+{len(solid) - 1}"
+
+
+def _scratch(region: Region, tuning: Tuning) -> dict[str, tuple[str, Scratch]]:
+    """Workspace of a launch: its tensor's name and what is wanted, by the kernel's name for it."""
+    if region.kernel.scratch is None:
+        return {}
+    wanted = region.kernel.scratch(region, tuning.setting(region).config)
+    return {name: (f"{_launch_id(region)}.{name}", want) for name, want in wanted.items()}
+
+
+def _launches(
+    chosen: Cover, tuning: Tuning, scratch: Sequence[Mapping[str, tuple[str, Scratch]]]
+) -> tuple[tuple[PlanChoice, ...], tuple[Launch, ...]]:
     """Launches in order; equal choices are stored once."""
     choices: dict[str, int] = {}
     stored: list[PlanChoice] = []
     launches = []
-    for choice in chosen.choices:
-        record = _plan_choice(choice)
+    for choice, workspace in zip(chosen.choices, scratch, strict=True):
+        record = _plan_choice(choice, tuning)
         index = choices.setdefault(repr(record), len(stored))
         if index == len(stored):
             stored.append(record)
         region = choice.region
-        last = region.nodes[-1]
+        last, own = region.nodes[-1], region.kernel.entry.startswith("op:")
+        arguments = None if own else arguments_of(region)
         launches.append(Launch(
-            id=region.nodes[0].name if len(region.nodes) == 1 else f"{last.name}+{len(region.nodes) - 1}",
-            choice=index, layer=last.layer, stage=last.stage, inputs=region.inputs, outputs=region.outputs,
-            nodes=tuple(n.name for n in region.nodes),
-            results=last.outputs if len(region.nodes) == 1 else (), names=_names(region),
+            id=_launch_id(region), choice=index, layer=last.layer, stage=last.stage, inputs=region.inputs,
+            outputs=region.outputs, nodes=tuple(n.name for n in region.nodes if n.op not in FREE_OPS),
+            results=last.outputs if own else (), names=arguments.names if arguments else {},
+            rest=arguments.rest if arguments else (), scratch={n: t for n, (t, _) in workspace.items()},
         ))
     return tuple(stored), tuple(launches)
 
 
-def _names(region: Region) -> dict[str, str]:
-    if region.kernel.entry.startswith("op:"):
-        return {}
-    crossing = {*region.inputs, *region.outputs}
-    return {name: value for name, value in region.binding.items() if value in crossing}
-
-
-def _plan_choice(choice: Choice) -> PlanChoice:
+def _plan_choice(choice: Choice, tuning: Tuning) -> PlanChoice:
     region = choice.region
-    if region.kernel.entry.startswith("op:"):
-        attrs = {"o0": dict(region.nodes[0].attrs)}
-    else:
-        made = {value: name for name, value in region.binding.items()}
-        attrs = {made[n.outputs[0]]: dict(n.attrs) for n in region.nodes if n.outputs[0] in made}
+    own = region.kernel.entry.startswith("op:")
+    attrs = {"o0": region.nodes[0].attrs} if own else arguments_of(region).attrs
+    setting = tuning.setting(region)
     return PlanChoice(
-        kernel=choice.kernel, entry=region.kernel.entry, ops=tuple(n.op for n in region.nodes), attrs=attrs,
-        config={}, us=round(choice.cost.us, 3), measured=choice.cost.measured, source=choice.cost.source,
-        bytes=choice.cost.bytes, flops=choice.cost.flops,
+        kernel=choice.kernel, entry=region.kernel.entry,
+        ops=tuple(n.op for n in region.nodes if n.op not in FREE_OPS),
+        attrs={name: dict(a) for name, a in attrs.items()}, config=dict(setting.config),
+        config_source=setting.source, us=round(choice.cost.us, 3), measured=choice.cost.measured,
+        source=choice.cost.source, bytes=choice.cost.bytes, flops=choice.cost.flops,
         losers=tuple((x.kernel, x.us, x.reason) for x in choice.losers), more_losers=choice.more_losers,
     )
 

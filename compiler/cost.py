@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .device import Device
 from .kernel import Cost, Region
 from .ops import OPS
+from .tuning import Tuning, shape_key
 
 # a kernel that reads less cold memory than this hides it in its boundary (H200: 1.2 us is 2 MB less the ramp)
 COLD_BYTES = 256 * 1024
@@ -45,21 +46,16 @@ def traffic(region: Region) -> Traffic:
     return Traffic(max(0, total - warm), warm, flops)
 
 
-def shape_key(region: Region) -> str:
-    """Key of the measured tables: the shapes of the weights, largest first, or of the inputs where there are none."""
-    values = [region.graph.values[n] for n in region.inputs]
-    named = [v for v in values if v.role == "weight"] or values
-    shapes = sorted((v.shape for v in named), key=lambda s: (-len(s), s), reverse=False)
-    return "+".join("x".join(map(str, s)) for s in shapes)
-
-
-def cost_model(device: Device, rows: int, ranks: int) -> Callable[[Region], Cost]:
-    """The planner's price of a region on ``device`` for a step of ``rows`` rows on ``ranks`` ranks."""
+def cost_model(device: Device, tuning: Tuning, ranks: int) -> Callable[[Region], Cost]:
+    """The planner's price of a region on ``device`` in a step on ``ranks`` ranks."""
 
     def price(region: Region) -> Cost:
         counted = traffic(region)
-        measured = device.measured.get((region.kernel.id, shape_key(region), rows))
         moved = counted.cold + counted.warm
+        tuned = tuning.setting(region).measured
+        if tuned is not None:
+            return Cost(tuned.us, moved, counted.flops, True, tuned.source)
+        measured = device.measured.get((region.kernel.id, shape_key(region)))
         if measured is not None:
             return Cost(measured[0], moved, counted.flops, True, measured[1])
         comm = sum(OPS[node.op].kind == "comm" for node in region.nodes)

@@ -19,7 +19,7 @@ class Device:
     arch: str  # "sm_90"
     compile_target: str  # "sm_90a"
     figures: Mapping[str, tuple[float, str]]  # figure -> value, source
-    measured: Mapping[tuple[str, str, int], tuple[float, str]]  # kernel, shape key, rows -> us, source
+    measured: Mapping[tuple[str, str], tuple[float, str]]  # kernel, shape key -> us, source
 
     def __getitem__(self, figure: str) -> float:
         return self.figures[figure][0]
@@ -41,5 +41,5 @@ def load_device(name: str) -> Device:
         raise PlanError(f"no device table {name!r}\n  fix: use one of {', '.join(device_names())}")
     data: dict[str, Any] = json.loads((files("k3plan.compiler") / "devices" / f"{name}.json").read_text())
     figures = {k: (v["value"], v["source"]) for k, v in data.items() if isinstance(v, dict)}
-    measured = {(m["kernel"], m["key"], m["rows"]): (m["us"], m["source"]) for m in data["measured"]}
+    measured = {(m["kernel"], m["key"]): (m["us"], m["source"]) for m in data["measured"]}
     return Device(data["name"], data["arch"], data["compile_target"], figures, measured)

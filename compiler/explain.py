@@ -153,6 +153,7 @@ def _reasons(plan: LaunchPlan, launches: list[Launch]) -> str:
         f"{launch.id}{more}: {choice.kernel}", f"  computes {' + '.join(choice.ops)}",
         f"  {how} {choice.us:.2f} us, floor {floor_us(choice, device):.2f} us "
         f"({size(choice.bytes)}, {choice.flops / 1e6:.1f} Mflop); {choice.source}",
+        *([f"  configuration {dict(choice.config)}: {choice.config_source}"] if choice.config else []),
         *(f"  reads  {_tensor(plan, n)}" for n in launch.inputs),
         *(f"  writes {_tensor(plan, n)}" for n in launch.outputs),
     ]

@@ -2,8 +2,11 @@
 from __future__ import annotations
 
 import bisect
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .call import Scratch
 from .ir import DTYPE_BYTES, Graph
 from .kernel import Region
 from .ops import OPS
@@ -24,8 +27,9 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A storage. ``kind``: arena, output, weight, state, cache or index. Only arena buffers have an offset.
+    """A storage. ``kind``: arena, output, weight, state, cache, index, or zeroed (workspace that kernels leave zero).
 
+    Only arena buffers have an offset.
     ``first`` and ``last`` are the launches between which the content is alive.
     """
 
@@ -45,8 +49,13 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def lay_out(graph: Graph, regions: tuple[Region, ...]) -> tuple[dict[str, Tensor], dict[str, Buffer], int]:
-    """Tensors by value name, buffers by name, and the bytes of the arena, for launches in this order."""
+def lay_out(
+    graph: Graph, regions: tuple[Region, ...], scratch: Sequence[Mapping[str, tuple[str, Scratch]]] = ()
+) -> tuple[dict[str, Tensor], dict[str, Buffer], int]:
+    """Tensors by value name, buffers by name, and the bytes of the arena, for launches in this order.
+
+    ``scratch`` has for each launch its workspace: (tensor name, what is wanted) by the kernel's name for it.
+    """
     tensors = _tensors(graph, regions)
     first: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -57,11 +66,17 @@ def lay_out(graph: Graph, regions: tuple[Region, ...]) -> tuple[dict[str, Tensor
             last[root] = index
     outputs = {tensors[name].buffer for name in graph.outputs}
     buffers: dict[str, Buffer] = {}
-    for name in sorted(first, key=lambda n: (first[n], n)):
+    for name in first:
         value = graph.values[name]
         kind = value.role if value.role != "activation" else "output" if name in outputs else "arena"
         buffers[name] = Buffer(kind, value.nbytes, 0, first[name], last[name])
-    return tensors, *_assign(buffers)
+    for index, wanted in enumerate(scratch):
+        for name, want in wanted.values():
+            tensors[name] = Tensor(name, 0, want.shape, contiguous(want.shape), want.dtype)
+            size = math.prod(want.shape) * DTYPE_BYTES[want.dtype]
+            buffers[name] = Buffer("zeroed" if want.zeroed else "arena", size, 0, index, index)
+    ordered = dict(sorted(buffers.items(), key=lambda item: (item[1].first, item[0])))
+    return tensors, *_assign(ordered)
 
 
 def _tensors(graph: Graph, regions: tuple[Region, ...]) -> dict[str, Tensor]:
@@ -143,8 +158,3 @@ def live_peak(buffers: dict[str, Buffer]) -> int:
         now += changes[index]
         peak = max(peak, now)
     return peak
-
-
-def element_bytes(tensor: Tensor) -> int:
-    """Bytes of one element of ``tensor``."""
-    return DTYPE_BYTES[tensor.dtype]

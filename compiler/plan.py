@@ -31,6 +31,7 @@ class PlanChoice:
     ops: tuple[str, ...]
     attrs: Mapping[str, Any]  # first output name of a pattern line -> attributes of its node
     config: Mapping[str, Any]
+    config_source: str
     us: float
     measured: bool
     source: str
@@ -42,7 +43,8 @@ class PlanChoice:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. ``names`` maps pattern names to tensors where the kernel has a pattern of its own."""
+    """One kernel launch. ``names``, ``rest`` and ``scratch`` are what ``compiler/call.py`` says of them, as names of
+    tensors; ``results`` are all outputs of the node, for a launch of one torch op."""
 
     id: str
     choice: int
@@ -51,8 +53,10 @@ class Launch:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     nodes: tuple[str, ...]
-    results: tuple[str, ...] = ()  # all outputs of the node, for a launch of one op
+    results: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+    rest: tuple[str, ...] = ()
+    scratch: Mapping[str, str] = field(default_factory=dict)
     stream: int = 0
 
 

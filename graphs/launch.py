@@ -7,52 +7,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..compiler.arguments import Arguments, arguments_of
 from ..compiler.call import Call, Launch, Scratch
 from ..compiler.kernel import Region
-from ..compiler.pattern import ANY, PatternNode
 from .load import TORCH_DTYPES
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """What a plan records about the arguments of one launch: value names, never tensors."""
-
-    names: Mapping[str, str]  # pattern name -> value name, inputs and those exports that are read outside
-    rest: tuple[str, ...]  # values that the pattern takes by '...'
-    attrs: Mapping[str, Mapping[str, Any]]  # first output name of each present line -> attributes
-
-
-def arguments_of(region: Region) -> Arguments:
-    """The arguments of a region's launch, in the order of the pattern."""
-    names: dict[str, str] = {}
-    rest: list[str] = []
-    attrs: dict[str, Mapping[str, Any]] = {}
-    leaving = set(region.inputs) | set(region.outputs)
-    for line in region.kernel.parsed.variants[0].nodes:
-        node = _node_of(region, line)
-        if node is None:
-            continue
-        attrs[line.outputs[0]] = node.attrs
-        rest += node.inputs[len(line.args):] if line.rest else ()
-        for name in (*line.args, *line.outputs):
-            if name != ANY and region.binding[name] in leaving:
-                names[name] = region.binding[name]
-    absent = {line.outputs[0] for line in region.kernel.parsed.variants[0].nodes if _node_of(region, line) is None}
-    return Arguments({n: v for n, v in names.items() if n not in absent}, tuple(rest), attrs)
-
-
-def _node_of(region: Region, line: PatternNode) -> Any:
-    """The node that a pattern line matched; None for an optional line that is absent."""
-    name = next(n for n in line.outputs if n != ANY)
-    made = region.binding[name]
-    if line.optional and made == region.binding[line.args[0]]:
-        return None
-    return region.maker(name)
 
 
 def scratch_of(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:

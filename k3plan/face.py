@@ -2,14 +2,17 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Sequence
+from importlib.resources import files
 from importlib.util import find_spec
 
 from .compiler.compile import compile_spec
 from .compiler.kernel import KernelDef
 from .compiler.plan import LaunchPlan
 from .compiler.source import load_spec
+from .compiler.tuning import Tuned, Tuning
 
 MENUS = ("k3plan.ops_triton.kernels", "k3plan.ops_cute.kernels")
 
@@ -19,9 +22,21 @@ def kernels() -> list[KernelDef]:
     return [k for menu in MENUS if find_spec(menu) for k in importlib.import_module(menu).KERNELS]
 
 
+def tuning(gpu: str) -> Tuning:
+    """The frozen measurements of all menus for ``gpu``."""
+    lines = []
+    for menu in MENUS:
+        table = files(menu.rpartition(".")[0]) / "tuned" / f"{gpu}.json"
+        if table.is_file():
+            data = json.loads(table.read_text())
+            lines += [Tuned(**line, source=data["source"]) for line in data["lines"]]
+    return Tuning(lines)
+
+
 def compile_plan(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> LaunchPlan:
     """Plan file to launch plan. ``overrides`` are as ``--set``: ``"step.query=4"``.
 
     Raises SpecError (the file), ShardError (a size does not divide), CoverError (no kernel for some op).
     """
-    return compile_spec(load_spec(path, overrides), kernels())
+    spec = load_spec(path, overrides)
+    return compile_spec(spec, kernels(), tuning(spec.gpu))

@@ -1,0 +1,91 @@
+"""Frozen measurements: which configuration of a kernel was fastest at a shape, and how long it took.
+
+Tables are files beside the kernels (``ops_triton/tuned/<gpu>.json``), filled by ``k3plan tune``, never at run
+time. A shape that is not in the table takes the configuration of the nearest one, and the plan says so; its time
+is then predicted, not measured.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .kernel import Region
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One line of a table. ``us`` is the median under CUDA-graph replay with cold weights."""
+
+    kernel: str
+    key: str
+    config: Mapping[str, Any]
+    us: float
+    source: str  # GPU, versions and date of the measurement
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The configuration that a launch gets and why; ``measured`` when the very shape was timed."""
+
+    config: Mapping[str, Any]
+    source: str
+    measured: Tuned | None = None
+
+
+def shape_key(region: Region) -> str:
+    """Shapes of a region's inputs in pattern order, index tensors left out; the dtype where it is not bf16."""
+    parts = []
+    for name in region.inputs:
+        value = region.graph.values[name]
+        if value.role != "index":
+            text = "x".join(map(str, value.shape))
+            parts.append(text if value.dtype == "bf16" else f"{text}:{value.dtype}")
+    return ",".join(parts)
+
+
+class Tuning:
+    """All tables of one GPU."""
+
+    def __init__(self, lines: Iterable[Tuned] = ()) -> None:
+        self._exact: dict[tuple[str, str], Tuned] = {}
+        self._by_kernel: dict[str, list[Tuned]] = {}
+        for line in lines:
+            self._exact[line.kernel, line.key] = line
+            self._by_kernel.setdefault(line.kernel, []).append(line)
+        self._settings: dict[tuple[str, str], Setting] = {}
+
+    def setting(self, region: Region) -> Setting:
+        """Configuration of ``region``: its own, the nearest shape's, or the kernel's first candidate."""
+        key = shape_key(region)
+        at = region.kernel.id, key
+        if at not in self._settings:
+            self._settings[at] = self._choose(region, key)
+        return self._settings[at]
+
+    def _choose(self, region: Region, key: str) -> Setting:
+        exact = self._exact.get((region.kernel.id, key))
+        if exact is not None:
+            return Setting(exact.config, f"tuned at this shape; {exact.source}", exact)
+        candidates = list(region.kernel.configs(region)) if region.kernel.configs else []
+        near = min(self._by_kernel.get(region.kernel.id, ()), key=lambda t: distance(t.key, key), default=None)
+        if near is not None and near.config in candidates and distance(near.key, key) < math.inf:
+            return Setting(near.config, f"tuned at the nearest shape {near.key}")
+        if candidates:
+            return Setting(candidates[0], "first candidate, not tuned")
+        return Setting({}, "")
+
+
+def distance(left: str, right: str) -> float:
+    """How far two shape keys are: sum of the octaves between their sizes; infinite for other ranks or dtypes."""
+    a, b = ([part.partition(":") for part in key.split(",")] for key in (left, right))
+    if len(a) != len(b):
+        return math.inf
+    octaves = 0.0
+    for (shape, _, dtype), (other, _, other_dtype) in zip(a, b, strict=True):
+        sizes, others = shape.split("x"), other.split("x")
+        if dtype != other_dtype or len(sizes) != len(others):
+            return math.inf
+        octaves += sum(abs(math.log2(int(m) / int(n))) for m, n in zip(sizes, others, strict=True))
+    return octaves
