@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from k3plan.compiler.compile import compile_spec
-from k3plan.compiler.source import load_spec
+from k3plan.compiler.reading.source import load_spec
 from k3plan.compiler.spec import Spec, Step
 from k3plan.graphs.bind import bind
 from k3plan.graphs.decode import Bound, Steps
@@ -108,4 +108,4 @@ def read_text(driver: Driver, texts: Sequence[Sequence[int]], vocab: int, seed: 
         driver.accept(counts)
         for i, count in enumerate(counts):
             found[i] += list(logits[i, :count])
-    return [torch.stack(f) for f in found]
+    return [torch.stack(f) if f else torch.empty(0, vocab) for f in found]

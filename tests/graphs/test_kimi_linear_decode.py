@@ -1,4 +1,4 @@
-"""A random Kimi-Linear that transformers saved decodes alike through our reader, loader, graph and executor."""
+"""A random Kimi-Linear that transformers saved decodes alike through reader, loader, graph and executor."""
 from __future__ import annotations
 
 import re
@@ -37,7 +37,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # layer names as transformers writes them, four groups, low-rank queries, other tap and head counts
     "groups_lora": dict(
         num_hidden_layers=5, num_experts_per_tok=2, n_shared_experts=2, n_group=4, topk_group=2,
-        q_lora_rank=24, routed_scaling_factor=1.0, norm_topk_prob=False, linear_head_dim=8, linear_num_heads=8,
+        q_lora_rank=24, routed_scaling_factor=1.0, norm_topk_prob=False,
+        linear_head_dim=8, linear_num_heads=8,
         linear_conv_kernel_dim=3, mlp_layer_types=["dense", "sparse", "sparse", "dense", "sparse"],
         layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention",
                      "full_attention"]),
