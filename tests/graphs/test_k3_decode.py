@@ -221,7 +221,7 @@ def test_garbage_behind_a_sequence_and_in_foreign_pages(
 def test_permuted_pages_and_slots(spec: Spec, k3_checkpoint: Checkpoint, told: Told) -> None:
     """Small pages in any order, and -1 in the table where a sequence has not come yet."""
     mine = replace(spec, step=replace(spec.step, context=48))
-    texts = [[random.Random(10 + i).randrange(VOCAB) for _ in range(18 - i)] for i in range(SEQUENCES)]
+    texts = [[random.Random(10 + i).randrange(VOCAB) for _ in range(19 - i)] for i in range(SEQUENCES)]
     want = read_text(Driver(Reference(mine, k3_checkpoint), mine.step), texts, VOCAB)
     runner = run_plan(mine, k3_checkpoint)
     pages = torch.tensor([[7, 0, -1], [4, 8, -1], [1, 3, -1]], dtype=torch.int32)
