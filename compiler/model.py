@@ -77,7 +77,7 @@ def model_from_config(data: Mapping[str, Any], file: str = "config.json") -> Mod
     ``file`` is the name that problems quote. Problems carry lines only when the text itself was
     read (``model: {config: ...}`` in a plan file), because plain data has no positions.
     """
-    from .document import Source, wrap
-    from .hf_config import read_model
+    from .reading.document import Source, wrap
+    from .reading.hf_config import read_model
 
     return read_model(wrap(data, Source("config", file)))[0]

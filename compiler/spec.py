@@ -1,4 +1,4 @@
-"""Boundary 1: the resolved contents of a plan file, as frozen data. Reading files is ``source.py``'s work."""
+"""Boundary 1: the resolved contents of a plan file, as frozen data. Reading files is ``reading/source.py``'s work."""
 from __future__ import annotations
 
 from collections.abc import Mapping

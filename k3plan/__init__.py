@@ -8,13 +8,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .compiler.plan import LaunchPlan, load_plan
-    from .compiler.source import load_spec
+    from .compiler.reading.source import load_spec
     from .face import compile_plan
     from .graphs.bind import Executable, bind
     from .graphs.checkpoint import Checkpoint
 
 _HOME = {
-    "LaunchPlan": ".compiler.plan", "load_plan": ".compiler.plan", "load_spec": ".compiler.source",
+    "LaunchPlan": ".compiler.plan", "load_plan": ".compiler.plan", "load_spec": ".compiler.reading.source",
     "compile_plan": ".face", "Executable": ".graphs.bind", "bind": ".graphs.bind",
     "Checkpoint": ".graphs.checkpoint",
 }

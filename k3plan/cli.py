@@ -22,7 +22,7 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", h
 @app.command()
 def check(plan: PlanFile, set_: Overrides = None) -> None:
     """Check a plan file: every problem at once, each with its place and its fix."""
-    from .compiler.source import load_spec
+    from .compiler.reading.source import load_spec
 
     spec = load_spec(plan, set_ or ())
     typer.echo(f"{plan}: ok ({spec.model.family}, {len(spec.layers)} layers, {spec.step.rows} rows, "
@@ -33,7 +33,7 @@ def check(plan: PlanFile, set_: Overrides = None) -> None:
 def show(plan: PlanFile, set_: Overrides = None,
          resolved: Annotated[bool, typer.Option("--resolved", help="Every value with its origin.")] = False) -> None:
     """Print a plan file, or with --resolved every value that it stands for and where that came from."""
-    from .compiler.source import load_spec, show_resolved
+    from .compiler.reading.source import load_spec, show_resolved
 
     spec = load_spec(plan, set_ or ())
     typer.echo(show_resolved(spec) if resolved else plan.read_text().rstrip())
@@ -106,7 +106,7 @@ def doctor(json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = Fal
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of plan files, for editors."""
-    from .compiler.planfile import plan_schema
+    from .compiler.reading.planfile import plan_schema
 
     typer.echo(json.dumps(plan_schema(), indent=2))
 

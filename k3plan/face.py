@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from .compiler.compile import compile_spec
 from .compiler.kernel import KernelDef
 from .compiler.plan import LaunchPlan
-from .compiler.source import load_spec
+from .compiler.reading.source import load_spec
 from .compiler.tuning import Tuned, Tuning
 
 MENUS = ("k3plan.ops_triton.kernels", "k3plan.ops_cute.kernels")

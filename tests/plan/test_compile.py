@@ -13,7 +13,7 @@ from k3plan.compiler.errors import PlanError, ShardError
 from k3plan.compiler.explain import diff, explain, kinds, ranges, summarise
 from k3plan.compiler.kernel import KernelDef
 from k3plan.compiler.plan import LaunchPlan, load_plan
-from k3plan.compiler.source import load_spec
+from k3plan.compiler.reading.source import load_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden/plans"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from k3plan.compiler.errors import SpecError
-from k3plan.compiler.hf_layers import _ranges
 from k3plan.compiler.model import ModelConfig, model_from_config
-from k3plan.compiler.planfile import FOLDER
+from k3plan.compiler.reading.hf_layers import _ranges
+from k3plan.compiler.reading.planfile import FOLDER
 
 MLA_OF_K3 = (*range(3, 92, 4), 92)
 
@@ -66,7 +66,7 @@ KIMI_LINEAR_48B = ModelConfig(
     mla_output_gate=False, kda_heads=32, kda_head_dim=128, conv_kernel=4, kda_full_rank_gate=False,
     kda_gate_lower_bound=None, a_log_shape=(1, 1, 32, 1), experts=256, top_k=8, moe_intermediate=1024, latent=None,
     latent_norm=False, shared_experts=1, expert_groups=1, topk_groups=1, renormalize=True, routed_scaling=2.446,
-    expert_format="dense", weight_dtype="bf16", vector_dtype="fp32", gate_dtype="fp32", max_positions=1048576,
+    expert_format="dense", weight_dtype="bf16", vector_dtype="bf16", gate_dtype="fp32", max_positions=1048576,
 )
 
 

@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 from ruamel.yaml import YAML
 
-from k3plan.compiler import planfile
+from k3plan.compiler.reading import planfile
 from k3plan.compiler.errors import SpecError
-from k3plan.compiler.source import load_spec, show_resolved
+from k3plan.compiler.reading.source import load_spec, show_resolved
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "spec"
@@ -214,7 +214,7 @@ def test_scale_is_a_float_even_when_written_whole(tmp_path: Path) -> None:
 
 
 def test_schema_is_up_to_date() -> None:
-    """Write it with ``python -m k3plan.compiler.planfile --write``."""
+    """Write it with ``python -m k3plan.compiler.reading.planfile --write``."""
     assert planfile.SCHEMA_FILE.read_text() == planfile.schema_text()
 
 
@@ -255,7 +255,7 @@ def test_resolved_values_are_shown_with_their_origin(monkeypatch: pytest.MonkeyP
 def test_loading_is_quick_and_needs_no_torch() -> None:
     code = (
         "import sys, time; start = time.perf_counter()\n"
-        "import k3plan.compiler.source as source; imported = time.perf_counter() - start\n"
+        "import k3plan.compiler.reading.source as source; imported = time.perf_counter() - start\n"
         f"source.load_spec({str(ROOT / 'examples' / 'k3-gb300-tp16.yaml')!r})\n"
         "total = time.perf_counter() - start\n"
         "import json; print(json.dumps([imported, total, 'torch' in sys.modules]))\n"

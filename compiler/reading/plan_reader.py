@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..errors import Origin, Problem
 from .document import Item, Source, Span, merge, parse_json, parse_yaml
-from .errors import Origin, Problem
 
 FLAG = re.compile(r"(?P<name>\w+(\.\w+)*)=(?P<value>.*)", re.DOTALL)
 # ways to name the model; the later one replaces the earlier one

@@ -1,8 +1,8 @@
 """Which layer is what: the layer lists of a Hugging Face config (1-based) to one name a layer (0-based)."""
 from __future__ import annotations
 
+from ..errors import Origin
 from .document import Item
-from .errors import Origin
 from .hf_reader import Reader
 
 ATTENTION_TYPES = {"linear_attention": "kda", "full_attention": "mla"}

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import Origin, Problem
 from .document import Item, a_kind, show
-from .errors import Origin, Problem
 
 KIND_NAMES = {
     int: "a whole number", float: "a number", bool: "true or false", str: "a string", list: "a list",

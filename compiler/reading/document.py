@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .errors import Origin, Problem
+from ..errors import Origin, Problem
 
 # a quoted line longer than this is cut around the caret
 EXCERPT_WIDTH = 100

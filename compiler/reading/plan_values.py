@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ..errors import Origin, Problem
 from . import planfile
 from .document import Item, a_kind, show
-from .errors import Origin, Problem
 from .spec_checks import find_conflicts
 
 KINDS = {

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from .errors import Origin, Problem, SpecError
-from .spec import Choices, Numerics, Parallel, Spec, Step
+from ..errors import Origin, Problem, SpecError
+from ..spec import Choices, Numerics, Parallel, Spec, Step
 
 
 def load_spec(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Spec:

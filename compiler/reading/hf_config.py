@@ -3,11 +3,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import Origin, SpecError
+from ..model import ModelConfig
 from .document import Item, a_kind, show
-from .errors import Origin, SpecError
 from .hf_layers import attention_kinds, mlp_kinds
 from .hf_reader import Reader, Row
-from .model import ModelConfig
 
 FAMILIES = {"kimi_k3": "Kimi K3", "kimi_linear": "Kimi-Linear"}
 DTYPES = {"bfloat16": "bf16", "float32": "fp32", "torch.bfloat16": "bf16", "torch.float32": "fp32"}

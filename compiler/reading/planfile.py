@@ -1,7 +1,7 @@
 """The shape of a plan file, as pydantic models. Decides types, ranges, names and defaults of single values.
 
 What two values say about each other is in ``spec_checks``. The descriptions here are the hover texts of
-``schema/plan.schema.json``; write it with ``python -m k3plan.compiler.planfile --write``.
+``schema/plan.schema.json``; write it with ``python -m k3plan.compiler.reading.planfile --write``.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]
 SCHEMA_FILE = FOLDER / "schema" / "plan.schema.json"
 VERSION = 1
 MAX_QUERY = 8  # a verify step of 7 draft tokens
@@ -219,7 +219,7 @@ def schema_text() -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
-        sys.exit("usage: python -m k3plan.compiler.planfile --write")
+        sys.exit("usage: python -m k3plan.compiler.reading.planfile --write")
     SCHEMA_FILE.parent.mkdir(exist_ok=True)
     SCHEMA_FILE.write_text(schema_text())
     sys.stdout.write(f"wrote {SCHEMA_FILE}\n")
