@@ -1,13 +1,15 @@
 """Boundary 5: a plan bound to weights, caches and an arena. ``run`` decides nothing and allocates no buffer.
 
-All ranks of an ``emulated`` group live in one process on one device: a launch runs on each rank in turn, a
-collective runs once over the tensors of all ranks. A torch kernel computes in fp32 and is rounded to the
-dtype of the value that it fills.
+``emulated`` ranks all live in one process on one device: a launch runs on each rank in turn, a collective
+runs once over the tensors of all ranks. ``loopback`` is rank 0 alone, and stands in for its peers in every
+collective: its numbers are not the model's, its time is one rank's without the links. A torch kernel computes
+in fp32 and is rounded to the dtype of the value that it fills.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,13 +83,17 @@ class Executable:
 
 
 def bind(plan: LaunchPlan, source: TensorSource, *, device: str | torch.device = "cpu",
-         progress: bool = False) -> Executable:
+         transport: str = "emulated", progress: bool = False) -> Executable:
     """Loads the weights of every rank from ``source``, allocates and resolves each launch to a callable.
+
+    ``transport`` is "emulated" or "loopback".
 
     Raises CheckpointError (weights) and BindError (a kernel that cannot run on ``device``).
     """
+    if transport not in ("emulated", "loopback"):
+        raise BindError(f"no transport {transport!r}\n  fix: use emulated or loopback")
     ranks = []
-    for index in range(plan.spec.parallel.tp):
+    for index in range(plan.spec.parallel.tp if transport == "emulated" else 1):
         weights = load_weights(source, plan.weights, index, device=device, progress=progress)
         ranks.append(_allocate(plan, index, weights, torch.device(device)))
     steps: list[Callable[[], None]] = []
@@ -175,9 +181,27 @@ def _collective(choice: PlanChoice, launch: Launch, ranks: list[Rank], name: str
     attrs, fn = choice.attrs["o0"], OPS[name].fn
     inputs = [rank.tensors[launch.inputs[0]] for rank in ranks]
     outputs = [rank.tensors[launch.outputs[0]] for rank in ranks]
+    if len(ranks) < attrs["ranks"]:
+        return _alone(inputs[0], outputs[0], name, attrs)
 
     def step() -> None:
         for out, result in zip(outputs, fn(inputs, **attrs), strict=True):
             out.copy_(result)
+
+    return step
+
+
+def _alone(x: Tensor, out: Tensor, name: str, attrs: Mapping[str, Any]) -> Callable[[], None]:
+    """A collective in which every peer says what this rank says: one copy of the result's bytes."""
+    if name == "all_gather":
+        dim, count = attrs["dim"], attrs["ranks"]
+        into, x = out.unflatten(dim, (count, -1)), x.unsqueeze(dim)
+    else:
+        into = out
+        if name == "reduce_scatter":
+            x = x.narrow(attrs["dim"], 0, out.shape[attrs["dim"]])
+
+    def step() -> None:
+        into.copy_(x)
 
     return step

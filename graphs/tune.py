@@ -1,0 +1,133 @@
+"""``k3plan tune``: time every configuration of every kernel at the shapes of a plan file, on this GPU.
+
+All kernels that fit are timed, not only those that a plan would choose, since the planner chooses by these times.
+The result is a table of frozen measurements (``compiler/tuning.py``); nothing is tuned when a plan runs.
+"""
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..compiler.compile import lower
+from ..compiler.device import load_device
+from ..compiler.kernel import KernelDef, Menu, Region
+from ..compiler.match import find_regions
+from ..compiler.spec import Spec
+from ..compiler.tuning import Tuned, shape_key
+from .bench import time_region
+
+# both forms of the algebra, so that the planner can price either
+FORMS = ({"moe_front": "replicated", "moe_tail": "all_reduce", "mla_front": "replicated"},
+         {"moe_front": "sharded", "moe_tail": "stripe", "mla_front": "sharded"})
+ROWS = ((1, 1), (1, 8), (8, 1), (64, 1))  # sequences, verify rows
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel at one shape, with the configurations to time."""
+
+    region: Region
+    key: str
+    configs: tuple[dict[str, Any], ...]
+
+
+def jobs(spec: Spec, kernels: Iterable[KernelDef], rows: Sequence[tuple[int, int]] = ROWS) -> list[Job]:
+    """Every kernel of ``kernels`` at every different shape of ``spec``, for each number of rows."""
+    menu, arch = Menu(kernels), load_device(spec.gpu).arch
+    found: dict[tuple[str, str], Job] = {}
+    for sequences, query in rows:
+        sized = replace(spec, step=replace(spec.step, sequences=sequences, query=query))
+        for form in FORMS if spec.parallel.tp > 1 else FORMS[:1]:
+            graph, _ = lower(sized, form)
+            regions, _ = find_regions(graph, menu, arch=arch, rows=sized.step.rows)
+            for region in regions:
+                key = shape_key(region)
+                if (region.kernel.id, key) not in found:
+                    configs = region.kernel.configs(region) if region.kernel.configs else [{}]
+                    found[region.kernel.id, key] = Job(region, key, tuple(map(dict, configs)))
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The timings of one job: us by configuration, or why it did not run."""
+
+    job: Job
+    us: tuple[float | None, ...]
+    failures: tuple[str, ...]
+
+    @property
+    def best(self) -> tuple[float, dict[str, Any]] | None:
+        timed = [(us, config) for us, config in zip(self.us, self.job.configs, strict=True) if us is not None]
+        return min(timed, key=lambda pair: pair[0]) if timed else None
+
+
+def tune(todo: Sequence[Job], *, seconds: float = float("inf"), say: Callable[[str], None] = print,
+         time_one: Callable[..., Any] = time_region) -> Iterator[Outcome]:
+    """Times jobs in order until ``seconds`` are spent. A configuration that fails is told, not fatal."""
+    started = time.perf_counter()
+    for job in todo:
+        if time.perf_counter() - started > seconds:
+            say(f"time is up: {job.region.kernel.id} and what follows were not timed")
+            return
+        times: list[float | None] = []
+        failures = []
+        for config in job.configs:
+            try:
+                times.append(time_one(job.region, config).us)
+            except Exception as error:  # a configuration may ask for more than the chip has
+                times.append(None)
+                failures.append(f"{config}: {type(error).__name__} {str(error)[:200]}")
+        outcome = Outcome(job, tuple(times), tuple(failures))
+        say(describe(outcome))
+        yield outcome
+
+
+def describe(outcome: Outcome) -> str:
+    """One line: kernel, shape, fastest time and configuration, how many failed."""
+    best, failed = outcome.best, len(outcome.failures)
+    note = f", {failed} of {len(outcome.us)} failed: {outcome.failures[0]}" if failed else ""
+    text = f"{best[0]:8.2f} us {best[1]}" if best else "   no time"
+    return f"{text}  {outcome.job.region.kernel.id} {outcome.job.key}{note}"
+
+
+def table(outcomes: Iterable[Outcome], source: str) -> str:
+    """The tuned table as JSON text, a line a shape. ``source`` names GPU, versions and date."""
+    lines = []
+    for outcome in outcomes:
+        if outcome.best:
+            us, config = outcome.best
+            lines.append({"kernel": outcome.job.region.kernel.id, "key": outcome.job.key, "config": config,
+                          "us": round(us, 3)})
+    lines.sort(key=lambda line: (line["kernel"], line["key"]))
+    body = ",\n".join("  " + json.dumps(line) for line in lines)
+    return f'{{"source": {json.dumps(source)},\n"lines": [\n{body}\n]}}\n'
+
+
+def merge_tables(path: Path, new: str) -> str:
+    """``new`` laid over the table at ``path``: lines of the same kernel and shape are replaced."""
+    fresh = json.loads(new)
+    old = json.loads(path.read_text()) if path.is_file() else {"lines": []}
+    lines = {(x["kernel"], x["key"]): x for x in (*old["lines"], *fresh["lines"])}
+    body = ",\n".join("  " + json.dumps(lines[at]) for at in sorted(lines))
+    return f'{{"source": {json.dumps(fresh["source"])},\n"lines": [\n{body}\n]}}\n'
+
+
+def source_text() -> str:
+    """GPU, versions and date of a measurement made now."""
+    properties = torch.cuda.get_device_properties(0)
+    return (f"{properties.name}, {properties.multi_processor_count} SMs, torch {torch.__version__}, "
+            f"triton {version('triton')}, {time.strftime('%Y-%m-%d')}")
+
+
+def tuned_lines(text: str) -> list[Tuned]:
+    """The lines of a table's text."""
+    data = json.loads(text)
+    return [Tuned(**line, source=data["source"]) for line in data["lines"]]
