@@ -33,12 +33,15 @@ def router_topk(
     """
     scores = torch.sigmoid(logits.float())
     scores = torch.where(scores.isnan(), torch.zeros((), device=scores.device), scores)
-    choice = torch.where(logits.isnan(), torch.full((), -torch.inf, device=scores.device), scores + bias.float())
+    # below every number, but above the experts of groups that were not chosen
+    last = torch.full((), torch.finfo(torch.float32).min, device=scores.device)
+    choice = torch.where(logits.isnan(), last, scores + bias.float())
     if groups > 1:
         grouped = choice.unflatten(-1, (groups, -1))
         best = grouped.topk(2, -1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
         chosen = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best[:, :topk_groups], True)
-        choice = torch.where(chosen[..., None], grouped, torch.full((), -torch.inf, device=scores.device)).flatten(1)
+        choice = torch.where(chosen[..., None], grouped, torch.full((), -torch.inf, device=scores.device))
+        choice = choice.flatten(1)
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(1, ids)
     if renormalize:
