@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..compiler.ops import OPS
 from ..compiler.plan import Launch, LaunchPlan, PlanChoice
 from .launch import entry_point, make_call
 from .load import TORCH_DTYPES, TensorSource, load_weights
+from .random_weights import RankRandom
 
 POISON = 0xFF  # NaN in every float dtype, -1 in every integer one
 
@@ -82,7 +84,7 @@ class Executable:
                     rank.buffers[name].fill_(POISON)
 
 
-def bind(plan: LaunchPlan, source: TensorSource, *, device: str | torch.device = "cpu",
+def bind(plan: LaunchPlan, source: TensorSource | RankRandom, *, device: str | torch.device = "cpu",
          transport: str = "emulated", progress: bool = False) -> Executable:
     """Loads the weights of every rank from ``source``, allocates and resolves each launch to a callable.
 
@@ -94,7 +96,8 @@ def bind(plan: LaunchPlan, source: TensorSource, *, device: str | torch.device =
         raise BindError(f"no transport {transport!r}\n  fix: use emulated or loopback")
     ranks = []
     for index in range(plan.spec.parallel.tp if transport == "emulated" else 1):
-        weights = load_weights(source, plan.weights, index, device=device, progress=progress)
+        load = source.load if isinstance(source, RankRandom) else partial(load_weights, source)
+        weights = load(plan.weights, index, device=device, progress=progress)
         ranks.append(_allocate(plan, index, weights, torch.device(device)))
     steps: list[Callable[[], None]] = []
     for launch in plan.launches:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ..compiler.recipe import Recipe
+from ..compiler.recipe import Recipe, leaves, shape_of
 from .boxes import Box
 from .load import TORCH_DTYPES, Loadable, TensorInfo, load_weights, stored_tensors
 
@@ -68,19 +68,42 @@ class RandomSource:
     def whole(self, name: str) -> Tensor:
         """Tensor ``name``, on the source's device."""
         dtype, shape = self.tensors[name]
-        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
-        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         out = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=self.device)
-        if dtype == "u8" and name.endswith("_scale"):
-            # one scale per 32 columns; about 2^-7 for 3,584 columns, one octave either way
-            octaves = round(math.log2(_MXFP4_RMS * (shape[-1] * 32) ** 0.5))
-            return out.random_(126 - octaves, 129 - octaves, generator=generator)
-        if dtype == "u8":
-            return out.random_(0, 256, generator=generator)
-        mean, deviation = next(
-            ((m, d) for pattern, m, d in NORMAL if re.search(pattern, name)), (0.0, shape[-1] ** -0.5)
-        )
-        return out.normal_(mean, deviation, generator=generator)
+        return fill(out, name, self.seed)
+
+
+class RankRandom:
+    """Random weights of one rank, made at their local shapes in one pass: for timing at full size.
+
+    Fast, and the ranks do not agree with each other; ``RandomSource`` makes weights of one model.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def load(self, weights: Mapping[str, Loadable], rank: int = 0, *, device: str | torch.device = "cpu",
+             progress: bool = False) -> dict[str, Tensor]:
+        """Every weight by its name, on ``device``."""
+        made = {}
+        for name, weight in weights.items():
+            out = torch.empty(shape_of(weight.recipe), dtype=TORCH_DTYPES[weight.dtype], device=device)
+            made[name] = fill(out, next(leaves(weight.recipe)).names[0], self.seed + rank)
+        return made
+
+
+def fill(out: Tensor, name: str, seed: int) -> Tensor:
+    """Fills ``out`` as befits the checkpoint tensor ``name``; depends on name, seed and shape only."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator(out.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if out.dtype == torch.uint8 and name.endswith("_scale"):
+        # one scale per 32 columns; about 2^-7 for 3,584 columns, one octave either way
+        octaves = round(math.log2(_MXFP4_RMS * (out.shape[-1] * 32) ** 0.5))
+        return out.random_(126 - octaves, 129 - octaves, generator=generator)
+    if out.dtype == torch.uint8:
+        return out.random_(0, 256, generator=generator)
+    plain = (0.0, out.shape[-1] ** -0.5)
+    mean, deviation = next(((m, d) for pattern, m, d in NORMAL if re.search(pattern, name)), plain)
+    return out.normal_(mean, deviation, generator=generator)
 
 
 def load_random_weights(

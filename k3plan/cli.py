@@ -96,6 +96,41 @@ def run(plan: PlanJson,
 
 
 @app.command()
+def tune(plan: PlanFile, out: Annotated[Path, typer.Option(help="Table to write; lines of other shapes are kept.")],
+         set_: Overrides = None,
+         only: Annotated[str, typer.Option(help="Kernels whose id contains this.")] = "",
+         seconds: Annotated[float, typer.Option(help="Stop starting new shapes after this long.")] = 1e9) -> None:
+    """Time every configuration of every kernel at the shapes of a plan file on this GPU, and write the table."""
+    from .compiler.reading.source import load_spec
+    from .face import kernels
+    from .graphs.tune import jobs, merge_tables, source_text, table
+    from .graphs.tune import tune as time_jobs
+
+    spec = load_spec(plan, set_ or ())
+    todo = jobs(spec, [k for k in kernels() if only in k.id])
+    outcomes = list(time_jobs(todo, seconds=seconds, say=typer.echo))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(merge_tables(out, table(outcomes, source_text())))
+    typer.echo(f"{len(outcomes)} of {len(todo)} shapes timed, written to {out}")
+
+
+@app.command()
+def bench(plan: PlanFile, set_: Overrides = None,
+          profiles: Annotated[str, typer.Option(help="Profiles to compare.")] = "stock,fused",
+          rows: Annotated[str, typer.Option(help="Sequences x verify rows.")] = "1x1,1x8,8x1,64x1") -> None:
+    """Time one rank's whole step on this GPU: random weights, loopback transport, one CUDA graph."""
+    from .face import compile_plan
+    from .graphs.bench_step import time_step
+
+    for size in rows.split(","):
+        sequences, query = size.split("x")
+        for profile in profiles.split(","):
+            settings = [f"step.sequences={sequences}", f"step.query={query}", f"profile={profile}"]
+            timing = time_step(compile_plan(plan, [*(set_ or ()), *settings]))
+            typer.echo(f"{size} {profile}: {timing.line()}")
+
+
+@app.command()
 def doctor(json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """Say what this machine can plan, compile and run, and what to do about the rest."""
     from .graphs.doctor import doctor as examine
