@@ -54,7 +54,14 @@ def _check_nodes(graph: Graph) -> list[str]:
         if definition.kind != "view":
             updated.update({node.inputs[source]: node.name for index, source in definition.alias.items()
                             if index < len(node.outputs)})
-        inferred = definition.infer([graph.values[n] for n in node.inputs], node.attrs)
+        if not all(name in graph.values for name in (*node.inputs, *node.outputs)):
+            problems.append(f"{node.name}: an input or output is not a value of the graph")
+            continue
+        try:
+            inferred = definition.infer([graph.values[n] for n in node.inputs], node.attrs)
+        except GraphError as error:
+            problems.append(f"{node.name}: {error}")
+            continue
         for name, (shape, dtype) in zip(node.outputs, inferred, strict=True):
             value = graph.values[name]
             if (value.shape, value.dtype) != (shape, dtype):

@@ -102,7 +102,7 @@ ALGEBRA = list(product(("replicated", "sharded"), ("all_reduce", "stripe"), ("re
 
 
 @pytest.mark.parametrize("experts", ["tp", "ep"])
-@pytest.mark.parametrize(("moe_front", "moe_tail", "mla_front"), ALGEBRA, ids="-".join)
+@pytest.mark.parametrize(("moe_front", "moe_tail", "mla_front"), ALGEBRA, ids=map("-".join, ALGEBRA))
 def test_every_algebra(spec: Spec, k3_checkpoint: Checkpoint, told: Told, moe_front: str, moe_tail: str,
                        mla_front: str, experts: str) -> None:
     algebra = {"moe_front": moe_front, "moe_tail": moe_tail, "mla_front": mla_front}
