@@ -15,9 +15,13 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def k3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Kimi K3 checkpoint of every layer kind and neighbourhood; all dimensions divide over 16 ranks."""
+    """A Kimi K3 checkpoint of every layer kind: dense first, two MLA layers last, three AttnRes blocks.
+
+    All dimensions divide over 16 ranks.
+    """
     folder = tmp_path_factory.mktemp("k3")
-    make_checkpoint(folder)
+    attention = ("kda", "kda", "mla", "kda", "mla", "mla")
+    make_checkpoint(folder, attention=attention, mlp=("dense", *("moe",) * 5), attn_res_block=2)
     return folder
 
 

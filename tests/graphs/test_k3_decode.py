@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -23,8 +23,9 @@ from k3plan.graphs.reference import Reference
 
 SEQUENCES, LENGTH, VOCAB = 3, 9, 512
 # logits have a deviation near 1; fp32 sums in another order move them by 1e-5
-CLOSE = {"rtol": 5e-5, "atol": 5e-5}
+CLOSE: dict[str, Any] = {"rtol": 5e-5, "atol": 5e-5}
 TEXTS = [[random.Random(i).randrange(VOCAB) for _ in range(LENGTH)] for i in range(SEQUENCES)]
+FIRST_CACHE = "L2.attn.cache"
 PATTERNS = {"0x7F": 0x7F, "0xFF": 0xFF}  # NaN in e4m3 and huge in the others; NaN in all
 
 
@@ -105,7 +106,7 @@ ALGEBRA = list(product(("replicated", "sharded"), ("all_reduce", "stripe"), ("re
 @pytest.mark.parametrize(("moe_front", "moe_tail", "mla_front"), ALGEBRA, ids=map("-".join, ALGEBRA))
 def test_every_algebra(spec: Spec, k3_checkpoint: Checkpoint, told: Told, moe_front: str, moe_tail: str,
                        mla_front: str, experts: str) -> None:
-    algebra = {"moe_front": moe_front, "moe_tail": moe_tail, "mla_front": mla_front}
+    algebra: dict[str, Any] = {"moe_front": moe_front, "moe_tail": moe_tail, "mla_front": mla_front}
     mine = variant(spec, tp=4, experts=experts, **algebra)
     runner = run_plan(mine, k3_checkpoint)
     assert {a.choice: a.taken for a in runner.executable.plan.alternatives} == algebra
@@ -168,8 +169,9 @@ def test_padding_has_no_side_effect(spec: Spec, k3_checkpoint: Checkpoint, name:
     runner, wide = run_plan(mine, k3_checkpoint), mine.step.query
     driver = Driver(runner, mine.step, slots=(1, 2, 0))
     scratch_slot, scratch_page = SEQUENCES, SEQUENCES * driver.pages.shape[1]
-    for step, rows in enumerate(([[5] * wide] * 3, [[7] * wide, [], [8] * wide], [[9], [3] * wide, []],
-                                 [[], [], []])):
+    steps: list[list[list[int]]] = [
+        [[5] * wide] * 3, [[7] * wide, [], [8] * wide], [[9], [3] * wide, []], [[], [], []]]
+    for step, rows in enumerate(steps):
         before = kept_bytes(runner)
         outputs = driver.step(rows)
         padded = torch.tensor([[t >= len(row) for t in range(wide)] for row in rows])
@@ -228,7 +230,7 @@ def test_permuted_pages_and_slots(spec: Spec, k3_checkpoint: Checkpoint, told: T
     driver = Driver(runner, mine.step, slots=(2, 0, 1), pages=pages)
     assert_close(read_text(driver, texts, VOCAB), want, **CLOSE)
     used = {int(p) for p in pages.flatten() if p >= 0}
-    cache = runner.executable.ranks[0].tensors["L3.attn.cache"]
+    cache = runner.executable.ranks[0].tensors[FIRST_CACHE]
     written = set(cache.view(torch.uint8).flatten(1).any(1).nonzero().flatten().tolist())
     assert written - {cache.shape[0] - 1} == used
 
@@ -278,7 +280,7 @@ def test_nan_of_one_sequence_stays_there(
 
 @pytest.fixture
 def quantised_oracle(spec: Spec, k3_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-                     ) -> Iterator[Any]:
+                     ) -> Callable[[float], Reference]:
     """The oracle with a cache of what fp8 can hold: value -> e4m3(value / scale) * scale, in fp32."""
     plain = OPS["mla_append"]
 
@@ -296,16 +298,17 @@ def quantised_oracle(spec: Spec, k3_checkpoint: Checkpoint, monkeypatch: pytest.
 
 @pytest.mark.parametrize("scale", [1.0, 4.0, 0.06], ids=lambda s: f"scale{s:g}")
 @pytest.mark.parametrize("tp", [1, 2], ids=["tp1", "tp2"])
-def test_fp8_cache_scale_is_delivered(spec: Spec, k3_checkpoint: Checkpoint, quantised_oracle: Any,
-                                      scale: float, tp: int) -> None:
+def test_fp8_cache_scale_is_delivered(
+    spec: Spec, k3_checkpoint: Checkpoint, quantised_oracle: Callable[[float], Reference], scale: float, tp: int
+) -> None:
     """fp32 everywhere but in the cache: a scale that is lost on either side cannot hide in rounding."""
     mine = variant(spec, tp=tp, numerics={"kv_cache": "fp8_e4m3", "kv_scale": scale})
     runner = run_plan(mine, k3_checkpoint)
     got = torch.stack(read_text(Driver(runner, mine.step), TEXTS, VOCAB))
-    cache = runner.executable.ranks[0].tensors["L3.attn.cache"]
+    cache = runner.executable.ranks[0].tensors[FIRST_CACHE]
     oracle = quantised_oracle(scale)
     want = torch.stack(read_text(Driver(oracle, spec.step), TEXTS, VOCAB))
-    held = oracle.kept["L3.attn.cache"]
+    held = oracle.kept[FIRST_CACHE]
     # a latent on the edge between two e4m3 values may fall either way; nearly all agree to the last bit
     same = cache.float() * scale == held
     assert same[: SEQUENCES * 2].float().mean() > 0.999

@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 VOCAB, PROMPT, NEW = 96, 6, 26
 # logits have a deviation near 1
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 COMMON: dict[str, Any] = dict(
     vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, hidden_size=48, intermediate_size=64,
     moe_intermediate_size=16, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=16,

@@ -4,6 +4,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ HEADS, WIDTH, TAPS = 3, 16, 4
 CHANNELS = HEADS * WIDTH
 EPS = 1e-5
 # fp32 against fp32 over a few dozen steps: only the order of sums differs
-CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
 
 
 def test_the_reference_is_the_plain_torch_path() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +24,7 @@ from k3plan.compiler.ops.mxfp4 import pack_mxfp4, unpack_mxfp4
 from k3plan.compiler.ops.mxfp8 import E4M3_MAX, GROUP, round_to_mxfp8
 from k3plan.compiler.ops.norm import gated_rms_norm, rms_norm
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 EXPERTS, TOP_K = 896, 16
 INF, NAN = float("inf"), float("nan")
 
@@ -112,8 +113,8 @@ def test_router_with_groups(experts: int, groups: int, topk_groups: int, top_k: 
     # few distinct values, so that groups and experts tie
     logits = randn(32, experts, seed=5).mul(2).round().div(2)
     bias = randn(experts, seed=6).round().div(4)
-    options = {"top_k": top_k, "groups": groups, "topk_groups": topk_groups, "renormalize": renormalize,
-               "scaling": 1.5}
+    options: dict[str, Any] = {"top_k": top_k, "groups": groups, "topk_groups": topk_groups,
+                               "renormalize": renormalize, "scaling": 1.5}
     ids, weights = router_topk(logits, bias, **options)
     want_ids, want_weights = route(logits, bias, **options)
     assert ids.tolist() == want_ids
