@@ -1,8 +1,8 @@
 """Kimi K3 written down once more, from its published description, against the oracle of all other tests.
 
-Those compare plans with ``Reference``, which evaluates the same graph: a layer that was built wrong would agree
-with itself. Here a whole text goes through in float64, without a cache, without absorbing, one head and one
-expert at a time, from the tensors and the config as they are stored.
+Those compare plans with ``Reference``, which evaluates the same graph: a layer that was built wrong would
+agree with itself. Here a whole text goes through in float64, without a cache, without absorbing, one head and
+one expert at a time, from the tensors and the config as they are stored.
 """
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Book:
         return self.tensors[f"language_model.{name}"].double()
 
     def logits(self, text: list[int]) -> Tensor:
-        """[T, V]. Each site of the residual stream is a softmax over the finished blocks and the running sum."""
-        prefix, delta = self.w("model.embed_tokens.weight")[text], None
+        """[T, V]. A site of the residual stream is a softmax over the finished blocks and the running sum."""
+        prefix = self.w("model.embed_tokens.weight")[text]
+        delta = torch.zeros_like(prefix)
         blocks: list[Tensor] = []
         every = self.c["attn_res_block_size"]
         for i in range(self.c["num_hidden_layers"]):
             name = f"model.layers.{i}."
-            if delta is not None:
-                prefix = prefix + delta
+            prefix = prefix + delta
             h = self.norm(self.mix(prefix, blocks, f"{name}self_attention_res"), f"{name}input_layernorm")
             if i % every == 0:
                 blocks.append(prefix)
