@@ -128,14 +128,16 @@ def _sum_fma(x_ptr, w_ptr, rows, real, k_start, M: tl.constexpr, MP: tl.constexp
     w_next = tl.load(w_at, mask=w_real if EVEN_K else w_real & (k < K), other=0.0, eviction_policy="evict_first")
     await_producers(DEPENDENT_LAUNCH)
     acc = tl.zeros((MP, R, LANES), dtype=tl.float32)
-    for step in range(STEPS):
+    for step in range(STEPS - 1):
         w = w_next
         x_real = m < M if EVEN_K else (m < M) & (k + step * BK < K)
         x = tl.load(x_at + step * BK, mask=x_real, other=0.0)
-        ahead = w_real & (step + 1 < STEPS)
-        ahead = ahead if EVEN_K else ahead & (k + (step + 1) * BK < K)
+        ahead = w_real if EVEN_K else w_real & (k + (step + 1) * BK < K)
         w_next = tl.load(w_at + (step + 1) * BK, mask=ahead, other=0.0, eviction_policy="evict_first")
         acc += tl.sum(x.to(tl.float32) * w.to(tl.float32), axis=3)
+    x_real = m < M if EVEN_K else (m < M) & (k + (STEPS - 1) * BK < K)
+    x = tl.load(x_at + (STEPS - 1) * BK, mask=x_real, other=0.0)
+    acc += tl.sum(x.to(tl.float32) * w_next.to(tl.float32), axis=3)
     return tl.sum(acc, axis=2)
 
 

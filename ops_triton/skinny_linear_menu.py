@@ -1,6 +1,8 @@
 """Where ``skinny_linear`` fits, its launch configurations and its workspace. No triton here."""
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +15,13 @@ FMA_ROWS = 8  # most rows for which multiply-add in registers is a candidate
 LANE_ELEMENTS = 8  # bf16 elements in one 16-byte load
 WARP_ELEMENTS = 32 * LANE_ELEMENTS  # elements of K that one warp covers with one load a lane
 
-ACTIVATIONS = ("situ_and_mul", "silu_and_mul")
+MULTIPROCESSORS = 132
+FEW_BLOCKS = 32
+# a block of "fma" has rows x 16 bytes a thread in flight, one of "dot" its stages: what keeps memory busy
+WANTED_BLOCKS = {"fma": 800, "dot": 400}
+# (rows, elements of K, stages); the second list is for 64 padded rows, whose x tile is the larger part
+DOT_TILES = ((32, 128, 4), (16, 256, 4), (16, 128, 6), (32, 256, 3), (64, 128, 3), (16, 64, 4))
+DOT_TILES_64 = ((64, 64, 4), (32, 64, 5), (32, 128, 3), (64, 128, 3), (128, 64, 4))
 
 
 def padded_rows(form: str, rows: int) -> int:
@@ -51,46 +59,46 @@ def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
 
 
 def configs(region: Region) -> list[dict[str, Any]]:
-    """Candidates, the guess first: as many loads in flight as the shape allows, in one wave of thread blocks."""
-    rows = _rows(region)
-    columns = region.value("weight").shape[1]
-    outputs = sum(row_groups(region)) + row_groups(region)[2]
-    found = [*(_fma(columns) if rows <= FMA_ROWS else ()), *_dot(columns)]
-    # about two blocks a multiprocessor hide the latency of memory; more rows than 4 are cheaper on matrix units
-    first = min(found, key=lambda c: (abs(_blocks(c, outputs) - _wanted_blocks(c)), c["split"]) if (
-        (c["form"] == "fma") == (rows <= 4)) else (1 << 30, 0))
-    return [first, *(c for c in found if c is not first and _blocks(c, outputs) >= 32)]
+    """Candidates, most promising first by arithmetic on the shape; a tuned table replaces the guess."""
+    rows, columns = _rows(region), region.value("weight").shape[1]
+    router, plain, pairs = row_groups(region)
+    outputs = router + plain + 2 * pairs
+    found = [*(_fma(columns) if rows <= FMA_ROWS else ()), *_dot(rows, columns)]
+    # at more than 4 rows the matrix units do what would be half of the multiply-add rate
+    guesses = [c for c in found if (c["form"] == "fma") == (rows <= 4)]
+    first = min(guesses, key=lambda c: _distance(c, outputs, columns))
+    others = [c for c in found if c is not first and (_blocks(c, outputs) >= FEW_BLOCKS or c["split"] > 1)]
+    return [first, *sorted(others, key=lambda c: _distance(c, outputs, columns))]
 
 
 def _blocks(config: Mapping[str, Any], outputs: int) -> int:
     return -(-outputs // config["rows"]) * config["split"]
 
 
-def _wanted_blocks(config: Mapping[str, Any]) -> int:
-    """A block of the multiply-add form keeps rows x 16 bytes a thread in flight, one of the other form its stages."""
-    return 800 if config["form"] == "fma" else 400
+def _distance(config: Mapping[str, Any], outputs: int, columns: int) -> float:
+    """Octaves from a full device, below one block a multiprocessor counted twice; a split costs one and a bit."""
+    blocks = _blocks(config, outputs)
+    ragged = columns % (config["block"] * config["split"]) != 0
+    single = config["block"] * config["split"] >= columns  # one step a block: nothing to overlap
+    return (abs(math.log2(blocks / WANTED_BLOCKS[config["form"]])) + max(0.0, math.log2(MULTIPROCESSORS / blocks))
+            + 1.1 * math.log2(config["split"]) + 0.5 * ragged + 0.1 * single)
 
 
 def _fma(columns: int) -> list[dict[str, Any]]:
     found = []
-    for warps in (4, 8, 2):
+    for warps, tile, split in itertools.product((4, 8, 2, 1), (4, 2, 8), (1, 2, 4, 8)):
         block = warps * WARP_ELEMENTS
-        for tile in (4, 2, 8):
-            for split in (1, 2, 4):
-                if split == 1 or columns >= 2 * split * block:
-                    found.append({"form": "fma", "rows": tile, "block": block, "split": split, "warps": warps,
-                                  "stages": 1})
-    return [c for c in found if c["block"] <= max(columns, WARP_ELEMENTS * 2)] or found[:1]
+        if split == 1 or columns >= 2 * split * block:
+            found.append({"form": "fma", "rows": tile, "block": block, "split": split, "warps": warps, "stages": 1})
+    return [c for c in found if c["block"] < 2 * columns] or [c for c in found if c["warps"] == 1]
 
 
-def _dot(columns: int) -> list[dict[str, Any]]:
+def _dot(rows: int, columns: int) -> list[dict[str, Any]]:
     found = []
-    for tile, block, stages in ((32, 128, 4), (16, 256, 4), (16, 128, 6), (32, 256, 3), (64, 128, 3), (16, 64, 4)):
-        for split in (1, 2, 4, 8):
-            if split == 1 or columns >= 4 * split * block:
-                found.append({"form": "dot", "rows": tile, "block": block, "split": split, "warps": 4,
-                              "stages": stages})
-    return [c for c in found if c["block"] <= columns] or found[-1:]
+    for (tile, block, stages), split in itertools.product(DOT_TILES if rows <= 32 else DOT_TILES_64, (1, 2, 4, 8)):
+        if split == 1 or columns >= 4 * split * block:
+            found.append({"form": "dot", "rows": tile, "block": block, "split": split, "warps": 4, "stages": stages})
+    return [c for c in found if c["block"] <= columns] or [{**found[-1], "block": 32, "split": 1}]
 
 
 def _needs_bf16(region: Region) -> str | None:
