@@ -2,8 +2,9 @@
 
 Contract: ``x`` bf16 [T, K] with any row stride, ``weight`` bf16 [N, K] row-major, outputs bf16 or fp32 by the dtype of
 their tensors. In the same launch, when the pattern has them: ``router`` [R, K] of the same rows with fp32 ``logits``;
-``a = activation(gate, up)`` where gate and up are the last rows of ``weight``; ``y = f + other`` or
-``gated = other * sigmoid(f)``. Values that nobody reads outside are not written.
+``a = activation(gate, up)`` where gate and up are the last rows of ``weight``; ``y = f + other``. Values that nobody
+reads outside are not written. (The output gate of MLA is no epilogue here: its projection is merged with the others of
+the same rows, long before there is anything to gate.)
 
 Layout: a block computes ``rows`` output rows of all T. Its rows of gate and up alternate, so that both of a pair meet
 in one thread. Form "fma" keeps fp32 sums in registers, every thread loads 16 bytes of each row at a time and one tile
@@ -22,6 +23,7 @@ Portable: NVIDIA-only calls are behind DEPENDENT_LAUNCH.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -31,8 +33,7 @@ from ..compiler.call import Call, Launch
 from .launching import INTERPRET, KernelLaunch, await_producers, launch_options, row_stride, start_dependents
 from .skinny_linear_menu import count_tiles, padded_rows
 
-NONE, ADD, GATE = 0, 1, 2  # EPILOGUE
-SITU, SILU = 1, 2  # ACTIVATION
+SITU, SILU = 1, 2  # ACTIVATION; 0 is none
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _tile_rows(tile, R: tl.constexpr, TILES_ROUTER: tl.constexpr, TILES_PLAIN: t
 def _store(acc, tile, rows, real, logits_ptr, f_ptr, a_ptr, y_ptr, other_ptr,
            M: tl.constexpr, MP: tl.constexpr, R: tl.constexpr, TILES_ROUTER: tl.constexpr, TILES_PLAIN: tl.constexpr,
            PAIRS: tl.constexpr, STRIDE_LOGITS: tl.constexpr, STRIDE_F: tl.constexpr, STRIDE_A: tl.constexpr,
-           STRIDE_Y: tl.constexpr, STRIDE_OTHER: tl.constexpr, HAS_F: tl.constexpr, EPILOGUE: tl.constexpr,
+           STRIDE_Y: tl.constexpr, STRIDE_OTHER: tl.constexpr, HAS_F: tl.constexpr, ADD: tl.constexpr,
            ACTIVATION: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
     """Epilogue of one finished tile, acc fp32 [MP, R]."""
     m = tl.arange(0, MP)
@@ -99,10 +100,9 @@ def _store(acc, tile, rows, real, logits_ptr, f_ptr, a_ptr, y_ptr, other_ptr,
     if tile < TILES_ROUTER:
         tl.store(logits_ptr + m[:, None] * STRIDE_LOGITS + rows[None, :], acc, mask=mask)
     else:
-        if EPILOGUE != 0:
+        if ADD:
             other = tl.load(other_ptr + m[:, None] * STRIDE_OTHER + rows[None, :], mask=mask, other=0.0).to(tl.float32)
-            y = acc + other if EPILOGUE == 1 else other * _sigmoid(acc)
-            tl.store(y_ptr + m[:, None] * STRIDE_Y + rows[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(y_ptr + m[:, None] * STRIDE_Y + rows[None, :], (acc + other).to(y_ptr.dtype.element_ty), mask=mask)
         if HAS_F:
             tl.store(f_ptr + m[:, None] * STRIDE_F + rows[None, :], acc.to(f_ptr.dtype.element_ty), mask=mask)
         if ACTIVATION != 0:
@@ -177,7 +177,7 @@ def _skinny_linear(x_ptr, weight_ptr, router_ptr, logits_ptr, f_ptr, a_ptr, y_pt
                    PAIRS: tl.constexpr, TILES_ROUTER: tl.constexpr, TILES_PLAIN: tl.constexpr, TILES: tl.constexpr,
                    STRIDE_X: tl.constexpr, STRIDE_LOGITS: tl.constexpr, STRIDE_F: tl.constexpr,
                    STRIDE_A: tl.constexpr, STRIDE_Y: tl.constexpr, STRIDE_OTHER: tl.constexpr, HAS_F: tl.constexpr,
-                   EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
+                   ADD: tl.constexpr, ACTIVATION: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
                    DOT: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
                    STAGES: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
     start_dependents(DEPENDENT_LAUNCH)
@@ -207,11 +207,11 @@ def _skinny_linear(x_ptr, weight_ptr, router_ptr, logits_ptr, f_ptr, a_ptr, y_pt
                 acc += tl.load(at + other_part * (TILES * MP * R), cache_modifier=".cg")
             tl.store(arrivals_ptr + tile, 0)
             _store(acc, tile, rows, real, logits_ptr, f_ptr, a_ptr, y_ptr, other_ptr, M, MP, R, TILES_ROUTER,
-                   TILES_PLAIN, PAIRS, STRIDE_LOGITS, STRIDE_F, STRIDE_A, STRIDE_Y, STRIDE_OTHER, HAS_F, EPILOGUE,
+                   TILES_PLAIN, PAIRS, STRIDE_LOGITS, STRIDE_F, STRIDE_A, STRIDE_Y, STRIDE_OTHER, HAS_F, ADD,
                    ACTIVATION, BETA, LINEAR_BETA)
     else:
         _store(acc, tile, rows, real, logits_ptr, f_ptr, a_ptr, y_ptr, other_ptr, M, MP, R, TILES_ROUTER,
-               TILES_PLAIN, PAIRS, STRIDE_LOGITS, STRIDE_F, STRIDE_A, STRIDE_Y, STRIDE_OTHER, HAS_F, EPILOGUE,
+               TILES_PLAIN, PAIRS, STRIDE_LOGITS, STRIDE_F, STRIDE_A, STRIDE_Y, STRIDE_OTHER, HAS_F, ADD,
                ACTIVATION, BETA, LINEAR_BETA)
 
 
@@ -226,7 +226,6 @@ def bind(call: Call) -> Launch:
     assert 1 <= rows <= 64, f"{rows} rows"
     tensors = {"x": x, "weight": weight, "router": router if router is not None else weight}
     outputs = {name: call.get(name) for name in ("logits", "f", "a", "y", "other")}
-    outputs["y"] = call.get("gated") if "gated" in call.attrs else outputs["y"]
     stand_in = next(t for t in outputs.values() if t is not None)
     tensors |= {name: stand_in if t is None else t for name, t in outputs.items()}
     tensors |= {name: call.scratch.get(name, stand_in) for name in ("partial", "arrivals")}
@@ -237,7 +236,7 @@ def bind(call: Call) -> Launch:
         constants, config.warps, config.stages, launch_options(call.dependent_launch))
 
 
-def _shape(call: Call, config: Config) -> dict[str, int | bool]:
+def _shape(call: Call, config: Config) -> dict[str, Any]:
     x, router = call.tensors["x"], call.get("router")
     pairs = 0
     if "a" in call.attrs:
@@ -256,12 +255,11 @@ def _shape(call: Call, config: Config) -> dict[str, int | bool]:
     }
 
 
-def _epilogue(call: Call) -> dict[str, int | float | bool]:
+def _epilogue(call: Call) -> dict[str, Any]:
     activation = call.attrs.get("a")
     beta = (activation or {}).get("beta", 1.0)
-    kind = ADD if "y" in call.attrs else GATE if "gated" in call.attrs else NONE
     return {
-        "HAS_F": call.get("f") is not None, "EPILOGUE": kind,
-        "ACTIVATION": NONE if activation is None else SITU if "beta" in activation else SILU,
+        "HAS_F": call.get("f") is not None, "ADD": "y" in call.attrs,
+        "ACTIVATION": 0 if activation is None else SITU if "beta" in activation else SILU,
         "BETA": beta, "LINEAR_BETA": (activation or {}).get("linear_beta", 1.0),
     }

@@ -85,7 +85,7 @@ def _distance(config: Mapping[str, Any], outputs: int, columns: int) -> float:
 
 
 def _fma(columns: int) -> list[dict[str, Any]]:
-    found = []
+    found: list[dict[str, Any]] = []
     for warps, tile, split in itertools.product((4, 8, 2, 1), (4, 2, 8), (1, 2, 4, 8)):
         block = warps * WARP_ELEMENTS
         if split == 1 or columns >= 2 * split * block:
@@ -94,7 +94,7 @@ def _fma(columns: int) -> list[dict[str, Any]]:
 
 
 def _dot(rows: int, columns: int) -> list[dict[str, Any]]:
-    found = []
+    found: list[dict[str, Any]] = []
     for (tile, block, stages), split in itertools.product(DOT_TILES if rows <= 32 else DOT_TILES_64, (1, 2, 4, 8)):
         if split == 1 or columns >= 4 * split * block:
             found.append({"form": "dot", "rows": tile, "block": block, "split": split, "warps": 4, "stages": stages})
@@ -143,8 +143,6 @@ KERNELS: tuple[KernelDef, ...] = (
     _define("skinny_linear", "f = linear(x, weight)\n-> f", _needs_bf16, "one projection"),
     _define("skinny_linear_add", "f = linear(x, weight)\ny = add(f, other)\n-> y", _needs_bf16,
             "projection plus another value"),
-    _define("skinny_linear_gate", "f = linear(x, weight)\ngated = sigmoid_mul(other, f)\n-> gated", _needs_bf16,
-            "sigmoid of a projection times another value"),
     _define("skinny_linear_router", "logits = linear(x, router)\nf = linear(x, weight)\n-> logits, f",
             _needs_router, "fp32 router rows and bf16 rows in one launch"),
     *(_define(f"skinny_linear_{short}", _front(False, op), _needs_pairs, "projection with gate and up activated")

@@ -91,6 +91,8 @@ SETTINGS = (
     Setting("linear-S2", LINEAR, 1, 2, 1),
     Setting("linear-tp2-S8", LINEAR, 2, 8, 1, "ep"),
     Setting("linear-L2", LINEAR, 1, 1, 2),
+    Setting("linear-mxfp4-S2", replace(LINEAR, expert_format="mxfp4"), 1, 2, 1),
+    Setting("k3-plain-experts-S2", replace(K3, expert_format="dense"), 1, 2, 1),
 )
 REGIONS = 3  # of one kernel in one setting
 CONFIGS = 2  # of one kernel on one region: the default and one more, another each time
@@ -229,7 +231,7 @@ def _content(region: Region, name: str, setting: Setting, generator: torch.Gener
         return _index(name, shape, setting, generator)
     node, argument = _reader(region, name)
     if value.dtype == "u8":
-        low, high = (118, 124) if argument % 2 == 0 and "_scale" in name else (0, 256)
+        low, high = (118, 124) if name.endswith("_scale") else (0, 256)
         return torch.randint(low, high, shape, generator=generator)
     if value.dtype == "i32":  # expert ids that the router made
         experts = setting.model.experts
