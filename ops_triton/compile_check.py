@@ -72,8 +72,10 @@ def _source(launch: KernelLaunch, backend: str) -> ASTSource:
     """Signature as the runtime would specialise it: pointers and sizes that divide by 16, ones as constants."""
     names = launch.kernel.arg_names
     constants = dict(launch.constants)
-    if backend != "cuda" and constants.get("DEPENDENT_LAUNCH"):
-        constants["DEPENDENT_LAUNCH"] = False
+    if backend != "cuda":
+        # the switches of what only NVIDIA has: dependent launch, and assembly where there is a portable form
+        switches = {"DEPENDENT_LAUNCH": False, "PORTABLE": True}
+        constants |= {name: value for name, value in switches.items() if name in constants}
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     marked = {p.name for p in launch.kernel.params if p.is_constexpr}

@@ -1,0 +1,175 @@
+"""Where the router's top-k and the routed experts fit, their launch configurations and workspace. No triton here."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..compiler.call import Scratch
+from ..compiler.kernel import KernelDef, Region
+
+ROUTE = "k3plan.ops_triton.moe_route:bind"
+BY_PAIR = "k3plan.ops_triton.moe_down_by_pair:bind"
+DENSE = "k3plan.ops_triton.moe_dense:bind"
+EXPERTS = "k3plan.ops_triton.moe_experts:bind"
+ROWS = (1, 64)
+MOST_PAIRS = 4096  # ids that a block scans to find the pairs of its expert
+
+GATE_UP = "gate, up = experts_gate_up(x, ids, rank, w1, w3, s1, s3)"
+GATE_UP_DENSE = "gate, up = experts_gate_up(x, ids, rank, w1, w3)"
+DOWN_DENSE = "pairs = experts_down(act, ids, rank, w2)"
+DOWN = "pairs = experts_down(act, ids, rank, w2, s2)"
+COMBINE = "out = experts_combine(pairs, weights)"
+
+
+def _pairs(region: Region) -> int:
+    rows, top_k = region.value("ids").shape
+    return rows * top_k
+
+
+def _needs_packed(region: Region) -> str | None:
+    for name in ("w1", "w2"):
+        if name in region.binding and region.value(name).dtype != "u8":
+            return f"{name} is {region.value(name).dtype}, the kernel reads MXFP4"
+    if "x" in region.binding and len(region.value("x").shape) != 2:
+        return "rows must be a matrix"
+    return None if _pairs(region) <= MOST_PAIRS else f"{_pairs(region)} pairs, more than {MOST_PAIRS}"
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
+def together(top_k: int, groups: int, warps: int) -> int:
+    """Experts of a token that a block of down computes side by side: a thread holds one scale group."""
+    return min(power_of_two(top_k), max(1, warps * 32 // power_of_two(groups)))
+
+
+def _rows(deep: int, lanes: int, warps: int, most: int) -> int:
+    """Weight rows of a block in which a thread holds one scale group of ``deep`` rows."""
+    return min(deep * max(1, warps * 32 // lanes), power_of_two(most))
+
+
+def _gate_up_rows(region: Region, deep: int, warps: int) -> int:
+    w1 = region.value("w1").shape
+    return _rows(deep, power_of_two(w1[2] // 16), warps, w1[1])
+
+
+def _down_columns(region: Region, deep: int, warps: int) -> int:
+    width, packed = region.value("w2").shape[1:]
+    side = together(region.value("ids").shape[1], packed // 16, warps)
+    return _rows(deep, side * power_of_two(packed // 16), warps, width)
+
+
+def _gate_up_configs(region: Region) -> list[dict[str, Any]]:
+    """The guess first: without a scan for few rows, with one decode for two rows of an expert for many."""
+    tokens = region.value("ids").shape[0]
+
+    def config(deep: int, warps: int, dedupe: bool) -> dict[str, Any]:
+        return {"rows": _gate_up_rows(region, deep, warps), "warps": warps, "dedupe": dedupe}
+
+    plain = [config(*shape, False) for shape in ((8, 4), (4, 4), (8, 8), (2, 4), (4, 2), (4, 8))]
+    shared = [config(*shape, True) for shape in ((4, 4), (8, 4), (4, 8), (2, 4))] if tokens > 1 else []
+    return [*plain, *shared] if tokens <= 16 else [*shared, *plain]
+
+
+def _down_configs(region: Region) -> list[dict[str, Any]]:
+    return [{"columns": _down_columns(region, deep, warps), "warps": warps}
+            for deep, warps in ((16, 4), (8, 4), (16, 8), (4, 4), (8, 8), (32, 4))]
+
+
+def _chain_configs(region: Region) -> list[dict[str, Any]]:
+    return [{"rows": _gate_up_rows(region, deep, warps), "columns": _down_columns(region, columns, warps),
+             "warps": warps}
+            for deep, columns, warps in ((8, 16, 4), (4, 16, 4), (8, 8, 4), (4, 8, 8), (4, 8, 4))]
+
+
+def _chain_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    """Activations between the halves; per token, finished blocks of the first and passed blocks of the second."""
+    rows, top_k = region.value("ids").shape
+    return {"act": Scratch((rows, top_k, region.value("w1").shape[1]), "bf16"),
+            "ready": Scratch((2, rows), "i32", zeroed=True)}
+
+
+def _by_pair_configs(region: Region) -> list[dict[str, Any]]:
+    width, packed = region.value("w2").shape[1:]
+    return [{"columns": _rows(deep, power_of_two(packed // 16), warps, width), "warps": warps}
+            for deep, warps in ((8, 4), (4, 4), (8, 8), (16, 4), (4, 8))]
+
+
+def _by_pair_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    """One fp32 row a pair, and per token and block of columns the pairs that are done."""
+    rows, top_k = region.value("ids").shape
+    width = region.value("w2").shape[1]
+    return {"partial": Scratch((rows * top_k, width), "fp32"),
+            "arrivals": Scratch((rows, -(-width // config["columns"])), "i32", zeroed=True)}
+
+
+def _dense_configs(region: Region) -> list[dict[str, Any]]:
+    weights = region.value("w1" if "w1" in region.binding else "w2").shape
+    inter, columns = power_of_two(weights[1]), power_of_two(weights[2])
+    found = []
+    for rows, block, warps in ((4, 1024, 4), (8, 512, 4), (2, 1024, 4), (4, 2048, 8), (16, 256, 4)):
+        # narrow matrices: as many elements a block, along the rows
+        wide = max(1, block // columns)
+        found.append({"rows": min(rows * wide, inter), "block": min(block, columns), "warps": warps})
+    return found
+
+
+def _route_configs(region: Region) -> list[dict[str, Any]]:
+    return [{"warps": warps} for warps in (8, 4, 16, 2)]
+
+
+def _needs_plain(region: Region) -> str | None:
+    name = "w1" if "w1" in region.binding else "w2"
+    if region.value(name).dtype not in ("bf16", "fp32"):
+        return f"{name} is {region.value(name).dtype}, the kernel reads bf16 or fp32"
+    attrs = region.attrs("experts_gate_up" if name == "w1" else "experts_down")
+    return "rounds no activations to MXFP8" if attrs["activation"] == "mxfp8" else None
+
+
+def _needs_room(region: Region) -> str | None:
+    """A row's keys in registers: 32 a thread at most; an id must leave most of a 32-bit key to the score."""
+    experts = region.value("logits").shape[1]
+    groups, top_k = region.attrs("router_topk")["groups"], region.attrs("router_topk")["top_k"]
+    padded = power_of_two(groups) * power_of_two(experts // groups)
+    if padded > 4096 or padded < power_of_two(top_k):
+        return f"{experts} experts in {groups} groups, top {top_k}: the padded row has {padded} keys, 4096 at most"
+    return None
+
+
+def _define(name: str, entry: str, lines: tuple[str, ...], exports: str, note: str, **more: Any) -> KernelDef:
+    return KernelDef(id=f"triton.{name}", pattern="\n".join((*lines, f"-> {exports}")), entry=entry, rows=ROWS,
+                     note=note, evidence="not measured yet", **more)
+
+
+def _experts() -> Iterator[KernelDef]:
+    packed: dict[str, Any] = {"needs": _needs_packed}
+    plain: dict[str, Any] = {"needs": _needs_plain, "configs": _dense_configs}
+    yield _define("experts_gate_up", EXPERTS, (GATE_UP,), "gate, up", "W1 and W3", configs=_gate_up_configs, **packed)
+    yield _define("experts_gate_up_dense", DENSE, (GATE_UP_DENSE,), "gate, up", "W1 and W3", **plain)
+    for short, op in (("situ", "situ_and_mul"), ("silu", "silu_and_mul")):
+        activation = f"act = {op}(gate, up)"
+        yield _define(f"experts_gate_up_{short}", EXPERTS, (GATE_UP, activation), "act", "W1, W3 and their activation",
+                      configs=_gate_up_configs, **packed)
+        yield _define(f"experts_gate_up_{short}_dense", DENSE, (GATE_UP_DENSE, activation), "act",
+                      "W1, W3 and their activation", **plain)
+        yield _define(f"experts_{short}", EXPERTS, (GATE_UP, activation, DOWN, COMBINE), "out",
+                      "W1, W3, activation, W2 and the weighted sum", configs=_chain_configs, scratch=_chain_scratch,
+                      **packed)
+    yield _define("experts_down", BY_PAIR, (DOWN,), "pairs", "W2", configs=_by_pair_configs, **packed)
+    yield _define("experts_down_dense", DENSE, (DOWN_DENSE,), "pairs", "W2", **plain)
+    yield _define("experts_down_combine", EXPERTS, (DOWN, COMBINE), "out", "W2 and the weighted sum, a token a block",
+                  configs=_down_configs, **packed)
+    yield _define("experts_down_by_pair", BY_PAIR, (DOWN, COMBINE), "out", "W2 and the weighted sum, a pair a block",
+                  configs=_by_pair_configs, scratch=_by_pair_scratch, **packed)
+    yield _define("experts_down_combine_dense", DENSE, (DOWN_DENSE, COMBINE), "out", "W2 and the weighted sum", **plain)
+    yield _define("experts_combine", f"{BY_PAIR}_combine", (COMBINE,), "out", "the weighted sum",
+                  configs=lambda region: [{"columns": 256, "warps": 4}, {"columns": 128, "warps": 1}])
+
+
+KERNELS: tuple[KernelDef, ...] = (
+    _define("router_topk", ROUTE, ("ids, weights = router_topk(logits, bias)",), "ids, weights", "exact top-k of a row",
+            needs=_needs_room, configs=_route_configs),
+    *_experts(),
+)
