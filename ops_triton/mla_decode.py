@@ -10,11 +10,13 @@ Layout: grid (splits, tiles of query rows, sequences). ``splits`` comes from the
 length. All L x H rows of a sequence (padded to 16, 32 or 64) share each tile of ``block`` entries: scores are
 entries x query^T and the mix is entries^T x weights^T, so that both products have a tall first operand and the tile is
 stored in shared memory once. Each split leaves its mix, already divided by its sum, and log2 of that sum.
-Form "tile": a split is one tile, loaded into registers before the wait. Form "loop": a split walks its tiles through a
-pipeline of asynchronous copies. The splits meet in one of two ways: "last", the last block of a sequence to arrive adds
-them up (few splits); "launch", a second kernel does, parallel over heads and ``columns`` of the latent, with the
-projection out of latent space behind it; there the last block of a head adds the columns' parts and applies the gate.
-Arrival counters are left at zero.
+A split of one tile holds it in registers. More tiles of bf16 pass through a pipeline of asynchronous copies, whose
+addresses come from the split's part of the page table, held in registers; more tiles of fp8 are loaded into registers
+one ahead (in words of 4 bytes: a loop that carries single bytes takes a register for each), since they must be
+converted on the way to shared memory. The splits meet in one of two ways: "last", the last block of a sequence to
+arrive adds them up (few splits); "launch", a second kernel does, parallel over heads and ``columns`` of the latent,
+with the projection out of latent space behind it; there the last block of a head adds the columns' parts and applies
+the gate. Arrival counters are left at zero.
 
 Waits: entries before the first position of this step were written by earlier steps, which are complete; a tile that
 holds only such entries is loaded before the wait. Positions and page table are step inputs. Weights ``w_uv`` are
@@ -79,29 +81,73 @@ def round_to(x, TYPE: tl.constexpr, PRODUCT: tl.constexpr):
 
 
 @triton.jit
-def _row_of(table, token, wanted, PAGE: tl.constexpr, WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr):
-    """Offset of each entry in the cache. A tile that lies in one page looks it up once."""
-    if ONE_PAGE:
-        page = tl.load(table + tl.min(token, axis=0) // PAGE)
+def _address(cache, page, start, BLOCK: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr):
+    """Where each entry of a tile begins, [BLOCK, 1]. A page for the whole tile makes one address with offsets."""
+    i = tl.arange(0, BLOCK)
+    if PAGE % BLOCK == 0:
+        return cache + (page * PAGE + start % PAGE) * WIDTH + i[:, None] * WIDTH
     else:
-        page = tl.load(table + token // PAGE, mask=wanted, other=0)
-    return (tl.maximum(page, 0).to(tl.int64) * PAGE + token % PAGE) * WIDTH
+        return cache + ((page * PAGE + (start + i) % PAGE) * WIDTH)[:, None]
 
 
 @triton.jit
-def _mix_tile(latent, rest, query, query_rest, token, position, best, total, acc,
-              SCALE: tl.constexpr, PRODUCT: tl.constexpr):
-    """One tile of entries added to a running softmax: latent [B, R], query [N, R], acc [R, N]."""
-    k = latent.to(PRODUCT)
+def _page_of(table, start, first, last, BLOCK: tl.constexpr, PAGE: tl.constexpr):
+    """Page of the tile, or of each entry; 0 outside of [first, last]."""
+    if PAGE % BLOCK == 0:
+        page = tl.load(table + start // PAGE, mask=(start >= first) & (start <= last), other=0)
+    else:
+        token = start + tl.arange(0, BLOCK)
+        page = tl.load(table + token // PAGE, mask=(token >= first) & (token <= last), other=0)
+    return tl.maximum(page, 0).to(tl.int64)
+
+
+@triton.jit
+def _select_page(pages, start, first, BLOCK: tl.constexpr, PAGE: tl.constexpr, HELD: tl.constexpr):
+    """The same from the split's own pages, held in registers: a look-up in memory would stop the pipeline."""
+    held = tl.arange(0, HELD)
+    if PAGE % BLOCK == 0:
+        page = tl.sum(tl.where(held == start // PAGE - first // PAGE, pages, 0), axis=0)
+    else:
+        wanted = (start + tl.arange(0, BLOCK)) // PAGE - first // PAGE
+        page = tl.sum(tl.where(held[None, :] == wanted[:, None], pages[None, :], 0), axis=1)
+    return tl.maximum(page, 0).to(tl.int64)
+
+
+@triton.jit
+def _load_tile(at, start, first, last, latent, rest, BLOCK: tl.constexpr, R: tl.constexpr, REST: tl.constexpr):
+    """Entries ``start`` + [0, BLOCK) that lie in [first, last], the others as ``latent`` and ``rest`` have them."""
+    token = start + tl.arange(0, BLOCK)
+    wanted = ((token >= first) & (token <= last))[:, None]
+    return (tl.load(at + tl.arange(0, R)[None, :], mask=wanted, other=latent),
+            tl.load(at + R + tl.arange(0, REST)[None, :], mask=wanted, other=rest))
+
+
+@triton.jit
+def _halves(x, TYPE: tl.constexpr, SHIFT: tl.constexpr):
+    """The two halves of each value side by side, as TYPE of half the width."""
+    return tl.reshape(tl.join(x.to(TYPE), (x >> SHIFT).to(TYPE)), (x.shape[0], 2 * x.shape[1]))
+
+
+@triton.jit
+def _bytes_of(words, ENTRY: tl.constexpr, PRODUCT: tl.constexpr):
+    """Words of 4 bytes as 1-byte values ENTRY, in the dtype of the product."""
+    return _halves(_halves(words, tl.int16, 16), tl.int8, 8).to(ENTRY, bitcast=True).to(PRODUCT)
+
+
+@triton.jit
+def _mix_tile(k, k_rest, query, query_rest, start, position, best, total, acc, BLOCK: tl.constexpr,
+              SCALE: tl.constexpr):
+    """One tile of entries added to a running softmax: k [BLOCK, R], query [N, R], acc [R, N]."""
+    token = start + tl.arange(0, BLOCK)
     # "ieee" matters in the interpreter only, where the operands are fp32
     scores = tl.dot(k, tl.trans(query), input_precision="ieee")
-    scores = tl.dot(rest.to(PRODUCT), tl.trans(query_rest), scores, input_precision="ieee")
+    scores = tl.dot(k_rest, tl.trans(query_rest), scores, input_precision="ieee")
     scores = tl.where(token[:, None] <= position[None, :], scores * SCALE, float("-inf"))
     above = tl.maximum(best, tl.max(scores, axis=0))
     base = tl.where(above == float("-inf"), 0.0, above)
     weight = tl.exp2(scores - base[None, :])
     fade = tl.exp2(best - base)
-    acc = tl.dot(tl.trans(k), weight.to(PRODUCT), acc * fade[None, :], input_precision="ieee")
+    acc = tl.dot(tl.trans(k), weight.to(k.dtype), acc * fade[None, :], input_precision="ieee")
     return above, total * fade + tl.sum(weight, axis=0), acc
 
 
@@ -134,12 +180,11 @@ def _attend(query, cache, positions, page_table, mixed, partial, log_sum, arriva
             L: tl.constexpr, LP: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr, REST: tl.constexpr,
             PAGE: tl.constexpr, PAGES: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
             SPLITS: tl.constexpr, SCALE: tl.constexpr, KV_SCALE: tl.constexpr, MERGE: tl.constexpr,
-            STAGES: tl.constexpr, PRODUCT: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
+            HELD: tl.constexpr, STAGES: tl.constexpr, PRODUCT: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
     start_dependents(DEPENDENT_LAUNCH)
     ROWS: tl.constexpr = L * HEADS
     WIDTH: tl.constexpr = R + REST
     CHUNK: tl.constexpr = TILES * BLOCK
-    ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0
     split = tl.program_id(0)
     sequence = tl.program_id(2)
     rows = tl.program_id(1) * N + tl.arange(0, N)  # of the sequence: row of the step, then head
@@ -151,16 +196,24 @@ def _attend(query, cache, positions, page_table, mixed, partial, log_sum, arriva
     position = tl.load(positions + sequence * L + rows // HEADS, mask=real, other=-1)
     table = page_table + sequence * PAGES
     start = split * CHUNK
-    token = start + tl.arange(0, BLOCK)
     column = tl.arange(0, R)
     rest_column = R + tl.arange(0, REST)
-    if TILES == 1:
-        # the last entry of the tile to load now: none where the tile has entries of this step
-        loaded = tl.where(start + BLOCK <= oldest_new, last, -1)
-        wanted = token <= loaded
-        at = cache + _row_of(table, token, wanted, PAGE, WIDTH, ONE_PAGE)[:, None]
-        latent = tl.load(at + column[None, :], mask=wanted[:, None], other=0.0)
-        rest = tl.load(at + rest_column[None, :], mask=wanted[:, None], other=0.0)
+    PIPELINED: tl.constexpr = TILES > 1 and cache.dtype.element_ty == tl.bfloat16
+    # entries of 1 byte in a loop are carried as words
+    PACK: tl.constexpr = 4 if TILES > 1 and not PIPELINED else 1
+    NONE: tl.constexpr = 0 if PACK > 1 else 0.0
+    source = cache
+    if PACK > 1:
+        source = cache.to(tl.pointer_type(tl.int32), bitcast=True)
+    # the first tile is loaded now, unless it has entries of this step
+    before = tl.where(start + BLOCK <= oldest_new, last, -1)
+    if not PIPELINED:
+        page = _page_of(table, start, 0, before, BLOCK, PAGE)
+        latent, rest = _load_tile(_address(source, page, start, BLOCK, PAGE, WIDTH // PACK), start, 0, before,
+                                  NONE, NONE, BLOCK, R // PACK, REST // PACK)
+    else:
+        held = start // PAGE + tl.arange(0, HELD)
+        pages = tl.load(table + held, mask=held < PAGES, other=0)
     await_producers(DEPENDENT_LAUNCH)
 
     if start <= last:
@@ -170,23 +223,31 @@ def _attend(query, cache, positions, page_table, mixed, partial, log_sum, arriva
         best = tl.full((N,), float("-inf"), tl.float32)
         total = tl.zeros((N,), tl.float32)
         acc = tl.zeros((R, N), tl.float32)
-        if TILES == 1:
-            wanted = (token <= last) & (token > loaded)
-            at = cache + _row_of(table, token, wanted, PAGE, WIDTH, ONE_PAGE)[:, None]
-            latent = tl.load(at + column[None, :], mask=wanted[:, None], other=latent)
-            rest = tl.load(at + rest_column[None, :], mask=wanted[:, None], other=rest)
-            best, total, acc = _mix_tile(latent, rest, wide, wide_rest, token, position, best, total, acc, SCALE,
-                                         PRODUCT)
+        if PIPELINED:
+            for tile in tl.range(tl.minimum((last - start) // BLOCK + 1, TILES), num_stages=STAGES):
+                here = start + tile * BLOCK
+                page = _select_page(pages, here, start, BLOCK, PAGE, HELD)
+                latent, rest = _load_tile(_address(cache, page, here, BLOCK, PAGE, WIDTH), here, 0, last, NONE, NONE,
+                                          BLOCK, R, REST)
+                best, total, acc = _mix_tile(latent.to(PRODUCT), rest.to(PRODUCT), wide, wide_rest, here, position,
+                                             best, total, acc, BLOCK, SCALE)
         else:
-            count = tl.minimum((last - start) // BLOCK + 1, TILES)
-            for tile in tl.range(count, num_stages=STAGES):
-                here = token + tile * BLOCK
-                wanted = here <= last
-                at = cache + _row_of(table, here, wanted, PAGE, WIDTH, ONE_PAGE)[:, None]
-                latent = tl.load(at + column[None, :], mask=wanted[:, None], other=0.0)
-                rest = tl.load(at + rest_column[None, :], mask=wanted[:, None], other=0.0)
-                best, total, acc = _mix_tile(latent, rest, wide, wide_rest, here, position, best, total, acc, SCALE,
-                                             PRODUCT)
+            page = _page_of(table, start, before + 1, last, BLOCK, PAGE)
+            latent, rest = _load_tile(_address(source, page, start, BLOCK, PAGE, WIDTH // PACK), start, before + 1,
+                                      last, latent, rest, BLOCK, R // PACK, REST // PACK)
+            if TILES == 1:
+                best, total, acc = _mix_tile(latent.to(PRODUCT), rest.to(PRODUCT), wide, wide_rest, start, position,
+                                             best, total, acc, BLOCK, SCALE)
+            else:
+                end = tl.minimum(last, start + CHUNK - 1)
+                for here in tl.range(start, end + 1, BLOCK, num_stages=1):
+                    k = _bytes_of(latent, cache.dtype.element_ty, PRODUCT)
+                    k_rest = _bytes_of(rest, cache.dtype.element_ty, PRODUCT)
+                    page = _page_of(table, here + BLOCK, 0, end, BLOCK, PAGE)
+                    latent, rest = _load_tile(_address(source, page, here + BLOCK, BLOCK, PAGE, WIDTH // PACK),
+                                              here + BLOCK, 0, end, NONE, NONE, BLOCK, R // PACK, REST // PACK)
+                    best, total, acc = _mix_tile(k, k_rest, wide, wide_rest, here, position, best, total, acc, BLOCK,
+                                                 SCALE)
         mix = acc / tl.where(total > 0, total, 1.0)[None, :]
         if MERGE == 0:
             out = mixed + (sequence * ROWS + rows)[None, :] * R + column[:, None]
@@ -312,6 +373,8 @@ def _attend_launch(call: Call, config: Config, sizes: dict[str, int], mixed: tor
     merge = LAUNCH if config.merge == "launch" or not alone else LAST
     if alone and config.splits == 1:
         merge = 0
+    # pages of a split, one more where it begins inside of one
+    held = padded(sizes["TILES"] * config.block // sizes["PAGE"] + 2)
     assert merge == 0 or call.scratch, "splits need their scratch"
     tensors = {name: call.tensors[name] for name in ("query", "cache", "positions", "page_table")} | {"mixed": mixed}
     tensors |= {name: call.scratch.get(name, mixed) for name in ("partial", "log_sum", "arrivals")}
@@ -319,7 +382,7 @@ def _attend_launch(call: Call, config: Config, sizes: dict[str, int], mixed: tor
         name: sizes[name] for name in ("L", "HEADS", "R", "REST", "PAGE", "PAGES", "TILES")} | {
         "LP": padded(sizes["L"]), "N": tile, "BLOCK": config.block, "SPLITS": config.splits,
         "SCALE": attrs["scale"] * attrs["kv_scale"] * log2(2.718281828459045), "KV_SCALE": attrs["kv_scale"],
-        "MERGE": merge, "STAGES": config.stages, "PRODUCT": tl.float32 if INTERPRET else tl.bfloat16,
+        "MERGE": merge, "STAGES": config.stages, "HELD": held, "PRODUCT": tl.float32 if INTERPRET else tl.bfloat16,
         "DEPENDENT_LAUNCH": call.dependent_launch}
     return KernelLaunch(_attend, (config.splits, -(-rows // tile), sizes["SEQUENCES"]), tensors, constants,
                         config.warps, config.stages, launch_options(call.dependent_launch))

@@ -62,16 +62,18 @@ def attend_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scrat
 def attend_configs(region: Region) -> list[dict[str, Any]]:
     """Candidates, the guess first: one wave of blocks, one tile each where that is enough for the context."""
     sequences, query, heads, _, context = _attend_sizes(region)
-    tiles = sequences * -(-query * heads // ROW_TILE)
+    rows = query * heads
+    tiles = sequences * -(-rows // ROW_TILE)
     found: list[dict[str, Any]] = []
-    for block, warps in ((64, 8), (32, 4), (64, 4), (32, 8)):
+    # 4 warps have the registers for 16 query rows of bf16 entries; a loop over 64 entries has not the shared memory
+    narrow = rows <= 16 and region.value("cache").dtype == "bf16"
+    for block, warps in ((64, 8), (32, 8), *(((32, 4),) if narrow else ())):
         most = -(-context // block)
         for waves in (1.0, 0.5, 2.0):
             splits = max(1, min(most, int(WAVE * waves) // tiles))
             splits = most if splits >= most * 0.9 else 1 << int(log2(splits))
-            per_split = -(-most // splits)
-            for stages in (1,) if per_split == 1 else (2, 3):
-                found.append({"splits": splits, "block": block, "warps": warps, "stages": stages})
+            if splits == most or block < 64:
+                found.append({"splits": splits, "block": block, "warps": warps, "stages": 3 if splits < most else 1})
     return [_with_merge(region, config) | extra for config in _unique(found)
             for extra in _merge_variants(region, config, sequences * query)]
 
