@@ -87,10 +87,9 @@ def _exchange(gram, needed, mailbox_ptr, epoch_ptr, epoch, row, part, SLICES: tl
         wanted = (s < SLICES) & tl.reshape(needed, (1, 256))
         at = box + s * 256 + tl.arange(0, 256)[None, :]
         words = tl.load(at, mask=wanted, other=0, volatile=True)
-        late = tl.where(wanted & ((words >> 32).to(tl.int32) != epoch), 1, 0)
-        while tl.max(tl.max(late, axis=0), axis=0) > 0:
+        # the condition reads what the loop carries and nothing else: triton 3.6 fails on a loop whose results are fewer
+        while tl.max(tl.max(tl.where(wanted & ((words >> 32).to(tl.int32) != epoch), 1, 0), axis=0), axis=0) > 0:
             words = tl.load(at, mask=wanted, other=0, volatile=True)
-            late = tl.where(wanted & ((words >> 32).to(tl.int32) != epoch), 1, 0)
         values = (words & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
         gram = tl.reshape(tl.sum(tl.where(wanted, values, 0.0), axis=0), (16, 16))
         # all blocks of the row have read the epoch before they wrote what was awaited here
