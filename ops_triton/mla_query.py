@@ -143,10 +143,9 @@ def _absorb(query, w_uk, words, head, part, epoch, start, M: tl.constexpr, MP: t
     real = (start + m < M)[:, None] & (n >= 0)[None, :]
     at = words + ((start + m)[:, None] * HEADS + head) * NOPE + n[None, :]
     got = tl.load(at, mask=real, other=0, volatile=True)
-    late = tl.where(real & ((got >> 32).to(tl.int32) != epoch), 1, 0)
-    while tl.max(tl.max(late, axis=0), axis=0) > 0:
+    # the condition reads what the loop carries and nothing else: triton 3.6 fails on a loop whose results are fewer
+    while tl.max(tl.max(tl.where(real & ((got >> 32).to(tl.int32) != epoch), 1, 0), axis=0), axis=0) > 0:
         got = tl.load(at, mask=real, other=0, volatile=True)
-        late = tl.where(real & ((got >> 32).to(tl.int32) != epoch), 1, 0)
     values = tl.where(real, (got & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True), 0.0)
     if FMA:
         mixed = tl.zeros((MP, COLUMNS), tl.float32)
