@@ -71,13 +71,27 @@ def _log_decay(x, rate, LOWER_BOUND: tl.constexpr):
 
 
 @triton.jit
-def _taps(weight, channel):
-    """The four taps of each channel, oldest first: 16 bytes a thread, where loads of one tap would be strided."""
-    taps = tl.load(weight + channel[:, None] * 4 + tl.arange(0, 4)[None, :])
-    even, odd = tl.split(tl.reshape(taps, (channel.shape[0], 2, 2)))
+def _load_taps(weight, channel):
+    """Four taps of each channel, oldest first: 16 bytes a thread, where loads of one tap are strided."""
+    return tl.load(weight + channel[:, None] * 4 + tl.arange(0, 4)[None, :])
+
+
+@triton.jit
+def _taps(taps):
+    even, odd = tl.split(tl.reshape(taps, (taps.shape[0], 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     return first, second, third, fourth
+
+
+@triton.jit
+def _here(loaded, slot):
+    """``loaded`` as it is, since the slot is not negative.
+
+    Triton moves a tensor to the layout of its use right after it is loaded, with a barrier that the loads after it do
+    not pass: each would wait for memory in turn. It does so after a select, which stands behind all loads.
+    """
+    return tl.where(slot >= 0, loaded, 0.0)
 
 
 @triton.jit
@@ -123,6 +137,19 @@ def _push_row(window, channel, x, CHANNELS: tl.constexpr):
 
 
 @triton.jit
+def _load_old(window, channel, CHANNELS: tl.constexpr):
+    """The three inputs before this row, oldest first."""
+    at = window + channel
+    return tl.load(at), tl.load(at + CHANNELS), tl.load(at + 2 * CHANNELS)
+
+
+@triton.jit
+def _past(old, tap0, tap1, tap2):
+    """What the rows before contribute to a convolution."""
+    return old[0].to(tl.float32) * tap0 + old[1].to(tl.float32) * tap1 + old[2].to(tl.float32) * tap2
+
+
+@triton.jit
 def _decode(f_a, f_b, q, k, v, gate, beta, window, weight_q, weight_k, weight_v, a_log, dt_bias, norm, state, slots,
             positions, y, mixed, arrivals,
             HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr,
@@ -141,22 +168,28 @@ def _decode(f_a, f_b, q, k, v, gate, beta, window, weight_q, weight_k, weight_v,
     low = tl.arange(0, R)
     row16 = tl.arange(0, 16)  # the matrix units want 16 rows
     slot = tl.load(slots + row).to(tl.int64)
-    projection = tl.load(f_b + column[:, None] * R + low[None, :])
+    q_taps, k_taps, v_taps = _load_taps(weight_q, column), _load_taps(weight_k, column), _load_taps(weight_v, value)
+    rate = tl.load(a_log + head)
+    bias = tl.load(dt_bias + column)
     if slot < 0:
         await_producers(DEPENDENT_LAUNCH)
         tl.store(y + row * STRIDE_Y + value, tl.zeros((V,), tl.float32).to(y.dtype.element_ty))
     else:
         state_at = state + slot * (HEADS * D * D) + value[:, None] * D + index[None, :]
-        old = tl.load(state_at).to(tl.float32)
-        q0, q1, q2, q3 = _taps(weight_q, column)
-        k0, k1, k2, k3 = _taps(weight_k, column)
-        v0, v1, v2, v3 = _taps(weight_v, value)
         window += slot * (3 * CHANNELS)
-        q_past = _past(window, column, q0, q1, q2, CHANNELS)
-        k_past = _past(window, P + column, k0, k1, k2, CHANNELS)
-        v_past = _past(window, 2 * P + value, v0, v1, v2, CHANNELS)
-        rate = tl.exp(tl.load(a_log + head))
-        bias = tl.load(dt_bias + column)
+        q_old = _load_old(window, column, CHANNELS)
+        k_old = _load_old(window, P + column, CHANNELS)
+        v_old = _load_old(window, 2 * P + value, CHANNELS)
+        old = tl.load(state_at)
+        projection = tl.load(f_b + column[:, None] * R + low[None, :])
+        old = _here(old.to(tl.float32), slot)
+        q0, q1, q2, q3 = _taps(_here(q_taps, slot))
+        k0, k1, k2, k3 = _taps(_here(k_taps, slot))
+        v0, v1, v2, v3 = _taps(_here(v_taps, slot))
+        q_past = _past(q_old, q0, q1, q2)
+        k_past = _past(k_old, k0, k1, k2)
+        v_past = _past(v_old, v0, v1, v2)
+        rate = tl.exp(rate)
         await_producers(DEPENDENT_LAUNCH)
 
         x_q = tl.load(q + row * STRIDE_Q + column)
@@ -204,14 +237,6 @@ def _decode(f_a, f_b, q, k, v, gate, beta, window, weight_q, weight_k, weight_v,
 
 
 @triton.jit
-def _past(window, channel, tap0, tap1, tap2, CHANNELS: tl.constexpr):
-    """What the three rows before contribute to a convolution."""
-    at = window + channel
-    return (tl.load(at).to(tl.float32) * tap0 + tl.load(at + CHANNELS).to(tl.float32) * tap1
-            + tl.load(at + 2 * CHANNELS).to(tl.float32) * tap2)
-
-
-@triton.jit
 def _fold(state_at, record, kept, part, HEADS: tl.constexpr, D: tl.constexpr, L: tl.constexpr):
     """The state after the accepted rows of the record. Rows beyond them are not read."""
     current = tl.load(state_at).to(tl.float32)
@@ -223,7 +248,7 @@ def _fold(state_at, record, kept, part, HEADS: tl.constexpr, D: tl.constexpr, L:
         key = tl.load(at + HEADS * D + index, mask=real, other=0.0)
         decay = tl.exp(tl.load(at + 2 * HEADS * D + index, mask=real, other=0.0))
         current = current * decay[None, :] + error[:, None] * key[None, :]
-        if t % 4 == 3:
+        if part.shape[0] > 32 and t % 4 == 3:
             # the loads of eight rows at once do not fit the registers
             tl.debug_barrier()
     return current
@@ -233,8 +258,14 @@ def _fold(state_at, record, kept, part, HEADS: tl.constexpr, D: tl.constexpr, L:
 def _window_tap(window, channel, first, row, TAP: tl.constexpr, CHANNELS: tl.constexpr):
     """For each row of a tile, the input ``3 - TAP`` rows before it, where that lies in the window; else zero."""
     at = row + TAP
-    x = tl.load(window + (first + at)[:, None] * CHANNELS + channel[None, :], mask=(at < 3)[:, None], other=0.0)
-    return x.to(tl.float32)
+    return tl.load(window + (first + at)[:, None] * CHANNELS + channel[None, :], mask=(at < 3)[:, None], other=0.0)
+
+
+@triton.jit
+def _load_old_rows(window, channel, first, row, CHANNELS: tl.constexpr):
+    return (_window_tap(window, channel, first, row, 0, CHANNELS),
+            _window_tap(window, channel, first, row, 1, CHANNELS),
+            _window_tap(window, channel, first, row, 2, CHANNELS))
 
 
 @triton.jit
@@ -242,14 +273,6 @@ def _step_tap(x, channel, row, TAP: tl.constexpr, L: tl.constexpr, STRIDE: tl.co
     """The same where it lies in this step."""
     at = row + (TAP - 3)
     return tl.load(x + at[:, None] * STRIDE + channel[None, :], mask=((at >= 0) & (row < L))[:, None], other=0.0)
-
-
-@triton.jit
-def _past_rows(window, channel, first, row, tap0, tap1, tap2, CHANNELS: tl.constexpr):
-    """What the window contributes to the convolution of a tile of rows."""
-    return (_window_tap(window, channel, first, row, 0, CHANNELS) * tap0[None, :]
-            + _window_tap(window, channel, first, row, 1, CHANNELS) * tap1[None, :]
-            + _window_tap(window, channel, first, row, 2, CHANNELS) * tap2[None, :])
 
 
 @triton.jit
@@ -323,7 +346,9 @@ def _verify(f_a, f_b, q, k, v, gate, beta, window, weight_q, weight_k, weight_v,
     value = head * D + part
     low = tl.arange(0, R)
     slot = tl.load(slots + sequence).to(tl.int64)
-    projection = tl.load(f_b + column[:, None] * R + low[None, :])
+    q_taps, k_taps, v_taps = _load_taps(weight_q, column), _load_taps(weight_k, column), _load_taps(weight_v, value)
+    rate = tl.load(a_log + head)
+    bias = tl.load(dt_bias + column)
     y += first_row * STRIDE_Y
     if slot < 0:
         await_producers(DEPENDENT_LAUNCH)
@@ -331,18 +356,21 @@ def _verify(f_a, f_b, q, k, v, gate, beta, window, weight_q, weight_k, weight_v,
         tl.store(y + row[:, None] * STRIDE_Y + value[None, :], zeros, mask=inside)
     else:
         kept = tl.minimum(tl.maximum(tl.load(accepted + sequence), 1), L)
-        q0, q1, q2, q3 = _taps(weight_q, column)
-        k0, k1, k2, k3 = _taps(weight_k, column)
-        v0, v1, v2, v3 = _taps(weight_v, value)
         window += slot * ((L + 2) * CHANNELS)
-        q_past = _past_rows(window, column, kept - 1, row, q0, q1, q2, CHANNELS)
-        k_past = _past_rows(window, P + column, kept - 1, row, k0, k1, k2, CHANNELS)
-        v_past = _past_rows(window, 2 * P + value, kept - 1, row, v0, v1, v2, CHANNELS)
-        rate = tl.exp(tl.load(a_log + head))
-        bias = tl.load(dt_bias + column)
+        q_old = _load_old_rows(window, column, kept - 1, row, CHANNELS)
+        k_old = _load_old_rows(window, P + column, kept - 1, row, CHANNELS)
+        v_old = _load_old_rows(window, 2 * P + value, kept - 1, row, CHANNELS)
         state_at = state + slot * (HEADS * D * D) + value[:, None] * D + index[None, :]
         record += slot * (L * 3 * P) + head * D
         current = _fold(state_at, record, kept, part, HEADS, D, L)
+        projection = tl.load(f_b + column[:, None] * R + low[None, :])
+        q0, q1, q2, q3 = _taps(_here(q_taps, slot))
+        k0, k1, k2, k3 = _taps(_here(k_taps, slot))
+        v0, v1, v2, v3 = _taps(_here(v_taps, slot))
+        q_past = _past(q_old, q0[None, :], q1[None, :], q2[None, :])
+        k_past = _past(k_old, k0[None, :], k1[None, :], k2[None, :])
+        v_past = _past(v_old, v0[None, :], v1[None, :], v2[None, :])
+        rate = tl.exp(rate)
         # a small tile is held by several threads: all must have read it
         tl.debug_barrier()
         tl.store(state_at, current.to(state.dtype.element_ty))
