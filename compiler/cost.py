@@ -1,7 +1,8 @@
 """What a launch costs: bytes and flops of its region, priced by the device table; a measurement beats both.
 
 A launch pays either a boundary (its inputs are warm in L2) or a cold ramp (it streams weights, states or
-caches from memory), then its bytes. Nothing here knows a kernel by name.
+caches from memory), then its bytes. An op that torch runs by itself is several launches. Nothing here knows a
+kernel by name.
 """
 from __future__ import annotations
 
@@ -46,6 +47,11 @@ def traffic(region: Region) -> Traffic:
     return Traffic(max(0, total - warm), warm, flops)
 
 
+def torch_launches(region: Region) -> int:
+    """Kernels of a launch: 1, or as many as torch needs for an op (on a GPU, where each is a boundary)."""
+    return OPS[region.nodes[0].op].aten if region.kernel.entry.startswith("op:") else 1
+
+
 def cost_model(device: Device, tuning: Tuning, ranks: int) -> Callable[[Region], Cost]:
     """The planner's price of a region on ``device`` in a step on ``ranks`` ranks."""
 
@@ -62,9 +68,13 @@ def cost_model(device: Device, tuning: Tuning, ranks: int) -> Callable[[Region],
         us = device["ramp_us"] if counted.cold > COLD_BYTES else device["boundary_us"]
         us += counted.cold / device["bandwidth_gbs"] / 1e3 + counted.warm / device["warm_bandwidth_gbs"] / 1e3
         us = max(us, device["boundary_us"] + counted.flops / device["matrix_tflops"] / 1e6)
+        launches = torch_launches(region) if device.arch != "cpu" else 1
+        us += (launches - 1) * device["boundary_us"]
         if comm:
             us += comm * _link_us(device, region, ranks)
-        return Cost(us, moved, counted.flops, False, f"model of {device.name}: ramp or boundary, then bytes")
+        several = f"{launches} kernels of torch, " if launches > 1 else ""
+        source = f"model of {device.name}: {several}ramp or boundary, then bytes"
+        return Cost(us, moved, counted.flops, False, source)
 
     return price
 

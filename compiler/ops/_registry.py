@@ -41,7 +41,11 @@ class Need(Exception):
 
 @dataclass(frozen=True)
 class OpDef:
-    """One op. ``alias`` maps an output index to the input index whose storage it updates in place."""
+    """One op. ``alias`` maps an output index to the input index whose storage it updates in place.
+
+    ``aten``: kernels that torch launches for it on a GPU, those that round its results into place included, for one
+    row of Kimi K3 (8 blocks, 16 experts, verify steps of 8 rows). ``tests/plan/test_aten_counts.py`` counts them.
+    """
 
     name: str
     fn: Callable[..., Any]
@@ -51,6 +55,7 @@ class OpDef:
     alias: Mapping[int, int] = field(default_factory=dict)
     outputs: int = 1
     kind: str = "compute"  # "compute", "view" (no launch) or "comm" (all ranks together)
+    aten: int = 1
 
 
 OPS: dict[str, OpDef] = {}
@@ -58,7 +63,7 @@ OPS: dict[str, OpDef] = {}
 
 def op(
     *, infer: Infer, place: Place, count: Count | None = None,
-    alias: Mapping[int, int] | None = None, outputs: int = 1, kind: str = "compute",
+    alias: Mapping[int, int] | None = None, outputs: int = 1, kind: str = "compute", aten: int = 1,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares the decorated function as the op of its own name."""
 
@@ -66,7 +71,7 @@ def op(
         name = fn.__name__
         if name in OPS:
             raise GraphError(f"op {name} is declared twice")
-        OPS[name] = OpDef(name, fn, infer, place, count or streamed, alias or {}, outputs, kind)
+        OPS[name] = OpDef(name, fn, infer, place, count or streamed, alias or {}, outputs, kind, aten)
         return fn
 
     return register

@@ -24,7 +24,7 @@ def _count(inputs: Sequence[Value], outputs: Sequence[Value], attrs: Attrs) -> T
     return Traffic(moved, 6 * math.prod(outputs[0].shape) * (len(inputs) - 1))
 
 
-@op(infer=_infer, place=replicated(), count=_count)
+@op(infer=_infer, place=replicated(), count=_count, aten=19)
 def attn_res(
     score: torch.Tensor, prefix: torch.Tensor, *blocks: torch.Tensor, eps: float
 ) -> torch.Tensor:

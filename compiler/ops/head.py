@@ -21,7 +21,7 @@ def _count_embed(inputs: Sequence[Value], outputs: Sequence[Value], attrs: Attrs
     return Traffic(inputs[0].nbytes + 2 * outputs[0].nbytes, 0)
 
 
-@op(infer=_infer_embed, place=_place_embed, count=_count_embed)
+@op(infer=_infer_embed, place=_place_embed, count=_count_embed, aten=15)
 def embed(
     tokens: torch.Tensor, table: torch.Tensor, rank: torch.Tensor, *, out_dtype: str
 ) -> torch.Tensor:
@@ -47,7 +47,7 @@ def _place_key(inputs: Sequence[Value], attrs: Attrs) -> list[Placement]:
     return [PARTIAL_MAX if logits.placement == shard(1) else REPLICATED]
 
 
-@op(infer=_infer_key, place=_place_key)
+@op(infer=_infer_key, place=_place_key, aten=17)
 def argmax_key(logits: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
     """Greedy choice as one i64 a row, so that ``max`` over ranks picks the winner: logits [T, V], keys [T].
 
@@ -66,7 +66,7 @@ def _infer_token(inputs: Sequence[Value], attrs: Attrs) -> list[Shaped]:
     return [(inputs[0].shape, "i32")]
 
 
-@op(infer=_infer_token, place=replicated())
+@op(infer=_infer_token, place=replicated(), aten=7)
 def token_of_key(key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The token id i32 [T] inside each key; -1 on padding rows (position below 0)."""
     token = 0xFFFFFFFF - (key & 0xFFFFFFFF)

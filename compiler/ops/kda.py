@@ -35,7 +35,7 @@ def _count_conv(inputs: Sequence[Value], outputs: Sequence[Value], attrs: Attrs)
 
 @op(
     infer=_infer_conv, count=_count_conv, alias={3: 3}, outputs=4,
-    place=split_along((1, 1, 1, 2, 0, 0, 0), (1, 1, 1, 2)),
+    place=split_along((1, 1, 1, 2, 0, 0, 0), (1, 1, 1, 2)), aten=30,
 )
 def kda_conv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: torch.Tensor,
@@ -70,7 +70,7 @@ def _infer_gate(inputs: Sequence[Value], attrs: Attrs) -> list[Shaped]:
     return [(raw.shape, "fp32")]
 
 
-@op(infer=_infer_gate, place=split_along((1, 0, 0), (1,)))
+@op(infer=_infer_gate, place=split_along((1, 0, 0), (1,)), aten=7)
 def kda_gate(
     raw: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, *, lower_bound: float | None
 ) -> torch.Tensor:
@@ -108,7 +108,7 @@ def _count_delta(inputs: Sequence[Value], outputs: Sequence[Value], attrs: Attrs
 
 
 @op(infer=_infer_delta, place=split_along((1,) * 6, (1, 1)), count=_count_delta, alias={1: 5},
-    outputs=2)
+    outputs=2, aten=37)
 def kda_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor,
     state: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
@@ -134,7 +134,7 @@ def _infer_verify(inputs: Sequence[Value], attrs: Attrs) -> list[Shaped]:
 
 
 @op(infer=_infer_verify, place=split_along((1,) * 6 + (3,), (1, 1, 3)), count=_count_delta, alias={1: 5, 2: 6},
-    outputs=3)
+    outputs=3, aten=166)
 def kda_verify(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor,
     state: torch.Tensor, record: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,

@@ -50,7 +50,7 @@ def _place_slice(inputs: Sequence[Value], attrs: Attrs) -> list[Placement]:
     return [inputs[0].placement]
 
 
-@op(infer=_infer_slice, place=_place_slice, count=free, alias={0: 0}, kind="view")
+@op(infer=_infer_slice, place=_place_slice, count=free, alias={0: 0}, kind="view", aten=0)
 def slice(x: torch.Tensor, *, dim: int, start: int, stop: int) -> torch.Tensor:
     """A view of ``[start, stop)`` along ``dim``; no launch."""
     return x.narrow(dim, start, stop - start)
@@ -68,13 +68,13 @@ def _place_add(inputs: Sequence[Value], attrs: Attrs) -> list[Placement]:
     raise Need(0)
 
 
-@op(infer=like(0), place=_place_add)
+@op(infer=like(0), place=_place_add, aten=4)
 def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Elementwise sum of two tensors of one shape."""
     return left.float() + right.float()
 
 
-@op(infer=like(0), place=replicated())
+@op(infer=like(0), place=replicated(), aten=4)
 def residual_add(prefix: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """The running sum of the residual stream. Whole on every rank: a split one costs a hop more a layer."""
     return prefix.float() + delta.float()
@@ -88,7 +88,7 @@ def _place_gate_up(inputs: Sequence[Value], attrs: Attrs) -> list[Placement]:
     return list(split_along((last, last), (last,))(inputs, attrs))
 
 
-@op(infer=like(0), place=_place_gate_up)
+@op(infer=like(0), place=_place_gate_up, aten=12)
 def situ_and_mul(
     gate: torch.Tensor, up: torch.Tensor, *, beta: float, linear_beta: float
 ) -> torch.Tensor:
@@ -98,14 +98,14 @@ def situ_and_mul(
     return activated * (linear_beta * torch.tanh(up / linear_beta))
 
 
-@op(infer=like(0), place=_place_gate_up)
+@op(infer=like(0), place=_place_gate_up, aten=6)
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """``gate sigmoid(gate) * up`` (Kimi-Linear)."""
     gate = gate.float()
     return gate * torch.sigmoid(gate) * up.float()
 
 
-@op(infer=like(0), place=split_along((1, 1), (1,)))
+@op(infer=like(0), place=split_along((1, 1), (1,)), aten=5)
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """``x * sigmoid(gate)``: the output gate of MLA."""
     return x.float() * torch.sigmoid(gate.float())

@@ -25,7 +25,7 @@ def _count_heads(inputs: Sequence[Value], outputs: Sequence[Value], attrs: Attrs
     return Traffic(moved, 2 * inputs[0].shape[0] * math.prod(inputs[1].shape))
 
 
-@op(infer=_infer_absorb_q, place=split_along((1, 0), (1,)), count=_count_heads)
+@op(infer=_infer_absorb_q, place=split_along((1, 0), (1,)), count=_count_heads, aten=5)
 def mla_absorb_q(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Query in latent space: q [T, H*(n + r)], weight [H, n, R], result [T, H, R + r]."""
     heads, nope, _ = weight.shape
@@ -55,7 +55,7 @@ def _count_append(inputs: Sequence[Value], outputs: Sequence[Value], attrs: Attr
     return Traffic(inputs[0].nbytes + inputs[1].nbytes + written, 0)
 
 
-@op(infer=_infer_append, place=replicated(), count=_count_append, alias={0: 2})
+@op(infer=_infer_append, place=replicated(), count=_count_append, alias={0: 2}, aten=22)
 def mla_append(
     latent: torch.Tensor, key_part: torch.Tensor, cache: torch.Tensor, positions: torch.Tensor,
     page_table: torch.Tensor, *, query: int, kv_scale: float,
@@ -88,7 +88,7 @@ def _count_attend(inputs: Sequence[Value], outputs: Sequence[Value], attrs: Attr
     return Traffic(query.nbytes + outputs[0].nbytes + read, flops)
 
 
-@op(infer=_infer_attend, place=split_along((1, None), (1,)), count=_count_attend)
+@op(infer=_infer_attend, place=split_along((1, None), (1,)), count=_count_attend, aten=21)
 def mla_attend(
     query_rows: torch.Tensor, cache: torch.Tensor, positions: torch.Tensor, page_table: torch.Tensor, *,
     query: int, latent: int, scale: float, kv_scale: float,
@@ -118,7 +118,7 @@ def _infer_absorb_v(inputs: Sequence[Value], attrs: Attrs) -> list[Shaped]:
     return [((x.shape[0], weight.shape[0] * weight.shape[1]), x.dtype)]
 
 
-@op(infer=_infer_absorb_v, place=split_along((1, 0), (1,)), count=_count_heads)
+@op(infer=_infer_absorb_v, place=split_along((1, 0), (1,)), count=_count_heads, aten=4)
 def mla_absorb_v(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Out of latent space: x [T, H, R], weight [H, v, R], result [T, H*v]."""
     return torch.einsum("thr,hvr->thv", x.float(), weight.float()).flatten(1)

@@ -20,7 +20,7 @@ def _infer_topk(inputs: Sequence[Value], attrs: Attrs) -> list[Shaped]:
     return [((rows, attrs["top_k"]), "i32"), ((rows, attrs["top_k"]), "fp32")]
 
 
-@op(infer=_infer_topk, place=replicated(2), outputs=2)
+@op(infer=_infer_topk, place=replicated(2), outputs=2, aten=17)
 def router_topk(
     logits: torch.Tensor, bias: torch.Tensor, *, top_k: int, groups: int, topk_groups: int,
     renormalize: bool, scaling: float,
@@ -126,7 +126,7 @@ def _each_expert(ids: torch.Tensor, rank: torch.Tensor, local: int, experts: int
             yield expert - base, rows, columns
 
 
-@op(infer=_infer_gate_up, place=_place_gate_up, count=_count_experts, outputs=2)
+@op(infer=_infer_gate_up, place=_place_gate_up, count=_count_experts, outputs=2, aten=614)
 def experts_gate_up(
     x: torch.Tensor, ids: torch.Tensor, rank: torch.Tensor, *weights: torch.Tensor,
     experts: int, format: str, activation: str,
@@ -153,7 +153,7 @@ def _infer_down(inputs: Sequence[Value], attrs: Attrs) -> list[Shaped]:
     return [((*ids.shape, down.shape[1]), x.dtype)]
 
 
-@op(infer=_infer_down, place=_place_down, count=_count_experts)
+@op(infer=_infer_down, place=_place_down, count=_count_experts, aten=324)
 def experts_down(
     x: torch.Tensor, ids: torch.Tensor, rank: torch.Tensor, *weights: torch.Tensor,
     experts: int, format: str, activation: str,
@@ -179,7 +179,7 @@ def _place_combine(inputs: Sequence[Value], attrs: Attrs) -> list[Placement]:
     return [REPLICATED if placement == REPLICATED else PARTIAL]
 
 
-@op(infer=_infer_combine, place=_place_combine)
+@op(infer=_infer_combine, place=_place_combine, aten=3)
 def experts_combine(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """``sum_j weights[t, j] y[t, j]``: y [T, k, D], weights fp32 [T, k], result [T, D]."""
     return torch.einsum("tkd,tk->td", y.float(), weights.float())

@@ -8,7 +8,7 @@ from ._registry import Attrs, Shaped, expect, like, op, replicated, split_along
 from ._torch import torch
 
 
-@op(infer=like(0), place=replicated())
+@op(infer=like(0), place=replicated(), aten=9)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim; x [T, D], weight [D]."""
     x = x.float()
@@ -21,7 +21,7 @@ def _infer_gated(inputs: Sequence[Value], attrs: Attrs) -> list[Shaped]:
     return [(x.shape, gate.dtype)]
 
 
-@op(infer=_infer_gated, place=split_along((1, 1, None), (1,)))
+@op(infer=_infer_gated, place=split_along((1, 1, None), (1,)), aten=11)
 def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float
 ) -> torch.Tensor:
