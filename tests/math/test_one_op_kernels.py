@@ -15,7 +15,7 @@ from k3plan.compiler.call import Call
 from k3plan.compiler.ops.head import argmax_key, embed, token_of_key
 from k3plan.compiler.ops.kda import kda_conv, kda_delta_rule, kda_gate, kda_verify
 from k3plan.compiler.ops.linear import situ_and_mul
-from k3plan.ops_triton import embedding, kda_parts, pointwise
+from k3plan.ops_triton import head, kda_parts, pointwise
 
 I32, BF16 = torch.int32, torch.bfloat16
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -51,31 +51,25 @@ def special_logits() -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("strided", [False, True])
-def test_greedy_choice_of_special_rows(device: str, splits: int, strided: bool) -> None:
-    logits = special_logits()
-    if strided:
-        logits = torch.cat([logits, torch.full((7, 20), torch.inf)], 1)[:, :300]
-    rank = torch.tensor([3], dtype=I32)
-    scratch = {"best": torch.full((7, splits), -1), "arrivals": torch.zeros(7, dtype=I32)}
-    found = launch(embedding.bind_key, {"logits": logits, "rank": rank, "key": torch.full((7,), -1)}, device,
-                   config={"splits": splits, "block": 32, "warps": 4}, scratch=scratch)
+def test_greedy_choice_of_special_rows(device: str) -> None:
+    logits, rank = special_logits(), torch.tensor([3], dtype=I32)
+    found = launch(head.bind_key, {"logits": logits, "rank": rank, "key": torch.full((7,), -1)}, device,
+                   config={"warps": 4})
     assert torch.equal(found["key"], argmax_key(logits, rank))
     positions = torch.tensor([0, 1, 2, 3, 4, -1, 6], dtype=I32)
-    tokens = launch(embedding.bind_token, {"key": found["key"], "positions": positions,
-                                           "token": torch.full((7,), -7, dtype=I32)}, device)["token"]
+    tokens = launch(head.bind_token, {"key": found["key"], "positions": positions,
+                                      "token": torch.full((7,), -7, dtype=I32)}, device)["token"]
     assert torch.equal(tokens, token_of_key(found["key"], positions))
     # ties and rows without a number take the lowest id of the shard
-    assert (tokens - 900).tolist() == [5, 0, 0, 0, 250, -901, 0]
+    assert [token - 900 if token >= 0 else token for token in tokens.tolist()] == [5, 0, 0, 0, 250, -1, 0]
 
 
 def test_embedding_of_padding_and_of_other_shards_is_zero(device: str) -> None:
     table = torch.randn(50, 72).to(BF16)
     tokens, rank = torch.tensor([-1, 0, 49, 50, 99, 100, 149, -1], dtype=I32), torch.tensor([1], dtype=I32)
-    y = launch(embedding.bind_embed, {"tokens": tokens, "table": table, "rank": rank,
-                                      "y": torch.full((8, 72), torch.nan, dtype=BF16)}, device,
-               config={"columns": 64, "warps": 2})["y"]
+    y = launch(head.bind_embed, {"tokens": tokens, "table": table, "rank": rank,
+                                 "rows": torch.full((8, 72), torch.nan, dtype=BF16)}, device,
+               config={"columns": 64, "warps": 2})["rows"]
     assert torch.equal(y.float(), embed(tokens, table, rank, out_dtype="bf16"))
     assert [row for row in range(8) if y[row].any()] == [3, 4]
 
