@@ -261,9 +261,9 @@ SCALE: dict[tuple[str, int], Callable[[Tensor], Tensor]] = {
     ("attn_res", 0): lambda x: 1.5 * x * x.shape[-1] ** -0.5,
     ("kda_conv", 4): lambda x: 0.5 * x, ("kda_conv", 5): lambda x: 0.5 * x, ("kda_conv", 6): lambda x: 0.5 * x,
     ("kda_gate", 1): lambda x: 0.5 * x, ("kda_gate", 2): lambda x: 0.5 * x - 1,
-    ("kda_delta_rule", 3): lambda x: -x.abs(),
-    ("kda_delta_rule", 5): lambda x: 0.3 * x,
-    ("kda_delta_rule", 6): _record,
+    ("kda_delta_rule", 3): lambda x: -x.abs(), ("kda_verify", 3): lambda x: -x.abs(),
+    ("kda_delta_rule", 5): lambda x: 0.3 * x, ("kda_verify", 5): lambda x: 0.3 * x,
+    ("kda_verify", 6): _record,
     ("router_topk", 1): lambda x: 0.1 * x,
     ("experts_combine", 1): lambda x: x.abs() / x.shape[-1],
 }
