@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -114,11 +115,17 @@ def _launch_id(region: Region) -> str:
 
 
 def _scratch(region: Region, tuning: Tuning) -> dict[str, tuple[str, Scratch]]:
-    """Workspace of a launch: its tensor's name and what is wanted, by the kernel's name for it."""
+    """Workspace of a launch: its tensor's name and what is wanted, by the kernel's name for it.
+
+    Zeroed workspace is shared by all launches of a kernel that want the same: they run one after the other.
+    """
     if region.kernel.scratch is None:
         return {}
-    wanted = region.kernel.scratch(region, tuning.setting(region).config)
-    return {name: (f"{_launch_id(region)}.{name}", want) for name, want in wanted.items()}
+    found = {}
+    for name, want in region.kernel.scratch(region, tuning.setting(region).config).items():
+        shared = f"{region.kernel.id}.{name}.{'x'.join(map(str, want.shape))}"
+        found[name] = (shared if want.zeroed else f"{_launch_id(region)}.{name}", want)
+    return found
 
 
 def _launches(
@@ -156,17 +163,19 @@ def _plan_choice(choice: Choice, tuning: Tuning) -> PlanChoice:
         attrs={name: dict(a) for name, a in attrs.items()}, config=dict(setting.config),
         config_source=setting.source, us=round(choice.cost.us, 3), measured=choice.cost.measured,
         source=choice.cost.source, bytes=choice.cost.bytes, flops=choice.cost.flops,
-        losers=tuple((x.kernel, x.us, x.reason) for x in choice.losers), more_losers=choice.more_losers,
+        losers=tuple((x.kernel, x.us, _short(x.reason)) for x in choice.losers), more_losers=choice.more_losers,
     )
+
+
+def _short(text: str) -> str:
+    """``text`` without the numbers of layers, so that equal layers say the same."""
+    return re.sub(r"\bL\d+\.", "", text)
 
 
 def _distinct(notes: Sequence[Note]) -> list[Note]:
     """Notes of equal layers said once, with their count."""
     counted: dict[tuple[str, str, str], int] = {}
     for note in notes:
-        def short(text: str) -> str:
-            return " ".join(w.split(".", 1)[-1] if w[:1] == "L" and w[1:2].isdigit() else w for w in text.split(" "))
-
-        key = (note.stage, short(note.what), short(note.why))
+        key = (note.stage, _short(note.what), _short(note.why))
         counted[key] = counted.get(key, 0) + 1
     return [Note(s, what if n == 1 else f"{n} x {what}", why) for (s, what, why), n in counted.items()]

@@ -64,14 +64,13 @@ def cost_model(device: Device, tuning: Tuning, ranks: int) -> Callable[[Region],
         measured = device.measured.get((region.kernel.id, shape_key(region)))
         if measured is not None:
             return Cost(measured[0], moved, counted.flops, True, measured[1])
-        comm = sum(OPS[node.op].kind == "comm" for node in region.nodes)
         us = device["ramp_us"] if counted.cold > COLD_BYTES else device["boundary_us"]
         us += counted.cold / device["bandwidth_gbs"] / 1e3 + counted.warm / device["warm_bandwidth_gbs"] / 1e3
         us = max(us, device["boundary_us"] + counted.flops / device["matrix_tflops"] / 1e6)
+        if region.kernel.entry == "op:linear":
+            us /= device["library_product_share"]
         launches = torch_launches(region) if device.arch != "cpu" else 1
-        us += (launches - 1) * device["boundary_us"]
-        if comm:
-            us += comm * _link_us(device, region, ranks)
+        us += (launches - 1) * device["boundary_us"] + _links_us(device, region, ranks)
         several = f"{launches} kernels of torch, " if launches > 1 else ""
         source = f"model of {device.name}: {several}ramp or boundary, then bytes"
         return Cost(us, moved, counted.flops, False, source)
@@ -79,12 +78,14 @@ def cost_model(device: Device, tuning: Tuning, ranks: int) -> Callable[[Region],
     return price
 
 
-def _link_us(device: Device, region: Region, ranks: int) -> float:
-    """A library collective: its fixed time, and what a rank receives over the link."""
-    values = region.graph.values
-    received = 0.0
+def _links_us(device: Device, region: Region, ranks: int) -> float:
+    """What the collectives of a region add: the fixed time of a library call, or one hop where a kernel sends by
+    itself, and what a rank receives over the link."""
+    values, total = region.graph.values, 0.0
+    fixed = device["reduce_us"] if region.kernel.entry.startswith("op:") else device["hop_us"]
     for node in region.nodes:
         if OPS[node.op].kind == "comm":
             whole = max(values[node.inputs[0]].nbytes, values[node.outputs[0]].nbytes)
-            received += whole * (ranks - 1) / ranks * (2 if node.op == "all_reduce" else 1)
-    return device["reduce_us"] + received / device["link_gbs"] / 1e3
+            received = whole * (ranks - 1) / ranks * (2 if node.op == "all_reduce" else 1)
+            total += fixed + received / device["link_gbs"] / 1e3
+    return total

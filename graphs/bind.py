@@ -23,6 +23,7 @@ from ..compiler.plan import Launch, LaunchPlan, PlanChoice
 from .launch import entry_point, make_call
 from .load import TORCH_DTYPES, TensorSource, load_weights
 from .random_weights import RankRandom
+from .stock import bind_op
 
 POISON = 0xFF  # NaN in every float dtype, -1 in every integer one
 
@@ -43,7 +44,8 @@ class Executable:
 
     plan: LaunchPlan
     ranks: tuple[Rank, ...]
-    steps: tuple[Callable[[], None], ...]
+    steps: tuple[Callable[[], None], ...]  # of all launches in order; a launch has one a rank, a collective one
+    first: tuple[int, ...]  # index of each launch's first step
 
     @property
     def outputs(self) -> dict[str, Tensor]:
@@ -100,9 +102,11 @@ def bind(plan: LaunchPlan, source: TensorSource | RankRandom, *, device: str | t
         weights = load(plan.weights, index, device=device, progress=progress)
         ranks.append(_allocate(plan, index, weights, torch.device(device)))
     steps: list[Callable[[], None]] = []
+    first = []
     for launch in plan.launches:
+        first.append(len(steps))
         steps += _resolve(plan, launch, ranks)
-    executable = Executable(plan, tuple(ranks), tuple(steps))
+    executable = Executable(plan, tuple(ranks), tuple(steps), tuple(first))
     executable.poison()
     return executable
 
@@ -165,6 +169,10 @@ def _compute(choice: PlanChoice, launch: Launch, rank: Rank, name: str) -> Calla
     # an output that updates an input in place is that input already
     written = {n: rank.tensors[n] for n in launch.outputs}
     outs = [(i, written[n]) for i, n in _output_slots(launch, definition.alias) if n in written]
+    if rank.arena.device.type == "cuda" and all(n in rank.tensors for n in launch.results):
+        direct = bind_op(name, inputs, [rank.tensors[n] for n in launch.results], attrs)
+        if direct is not None:
+            return direct
 
     def step() -> None:
         results = definition.fn(*inputs, **attrs)
