@@ -1,0 +1,423 @@
+"""Collectives as one launch for all ranks of this process, alone and with what follows them.
+
+Contract: see ``exchange.py`` for mailboxes, epochs and links. Every rank sends its part to every other and adds what
+it has received in fp32, all ranks in the same order, so that replicated values stay equal to the bit.
+``exchange``: all-reduce (sum of bf16 or fp32, maximum of i64 keys, with or without the token inside the winner),
+reduce-scatter and all-gather of columns. ``mix``: the sum, rounded to bf16, is added to the prefix; then AttnRes and
+norm as in ``attn_res.py``, whose exchange between the blocks of a row follows on each rank. ``stripe``: RMSNorm of the
+latent, a rank's rows of the up-projection, its shard of the shared experts' sum added, all stripes gathered.
+
+Layout: the fastest grid axis is the rank. ``exchange``: a block per ``units`` words of a row. ``mix``: a block per
+``columns`` of a row. ``stripe``: a block per ``rows`` rows of the weight, all step rows; the norm is a factor of the
+row and is applied to the sum.
+
+Waits: each block sends its own share before it waits for others. Weights are loaded before the wait for the producers.
+The trigger is the first instruction. With LIMIT > 0 (debug) a wait gives up and says so in ``health``.
+Numerics: bf16 payloads, fp32 sums, one rounding of each result.
+Bytes a rank at one row of 7168 and 16 ranks: 0.43 MB sent (8 bytes a word of two bf16); a hop between two H200 takes
+1.6 us. Measured: not measured yet.
+Portable: NVIDIA-only calls are behind DEPENDENT_LAUNCH.
+"""
+# ruff: noqa: SIM102 - a constexpr condition must stand alone
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..compiler.call import Call, Launch
+from .attn_res import _exchange as _exchange_grams
+from .attn_res import _products
+from .collectives_menu import units
+from .exchange import (
+    Link,
+    address,
+    alignment,
+    bf16_bits,
+    high_half,
+    low_half,
+    make_pair,
+    make_table,
+    make_word,
+    phases,
+    receive,
+    send,
+)
+from .launching import (
+    INTERPRET,
+    KernelLaunch,
+    LaunchSequence,
+    await_producers,
+    launch_options,
+    row_stride,
+    start_dependents,
+)
+
+SUM, MAX, GATHER = 0, 1, 2  # OP
+
+
+@triton.jit
+def _rounded(x):
+    """fp32 rounded to the values of bf16."""
+    return bf16_bits(x).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _one(table, X: tl.constexpr, Y: tl.constexpr, OWN: tl.constexpr, rank, row, chunk, block, base, positions,
+         OP: tl.constexpr, SCATTER: tl.constexpr, BF16: tl.constexpr, TOKEN: tl.constexpr, WIDTH: tl.constexpr,
+         UNITS: tl.constexpr, STRIDE_X: tl.constexpr, STRIDE_Y: tl.constexpr, RANKS: tl.constexpr,
+         PADDED: tl.constexpr, SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr, PHASE: tl.constexpr):
+    """One message: UNITS of the WIDTH words of a row. ``base`` is where the message begins in a slot."""
+    x = address(table, X, tl.int32, ALIGN) + row * STRIDE_X
+    epochs = address(table, OWN + 1, tl.int32, ALIGN) + block
+    epoch = tl.load(epochs, volatile=True) + 1
+    unit = chunk * UNITS + tl.arange(0, UNITS)
+    real = unit < WIDTH
+    at = base + row * WIDTH + unit
+    if PHASE != 2:
+        if not SCATTER:
+            word = make_word(tl.load(x + unit, mask=real, other=0), epoch)
+        for peer in tl.static_range(RANKS):
+            if SCATTER:
+                word = make_word(tl.load(x + peer * WIDTH + unit, mask=real, other=0), epoch)
+            send(table, OWN + 4, peer, word, at, real, epoch, rank, RANKS, SLOT)
+    if PHASE != 1:
+        got = receive(address(table, OWN, tl.int64, ALIGN), at, real, epoch,
+                      address(table, OWN + 2, tl.int32, ALIGN), rank, RANKS, PADDED, SLOT, LIMIT)
+        y = address(table, Y, tl.int32, ALIGN) + row * STRIDE_Y
+        if OP == 2:
+            sender = tl.arange(0, PADDED)[:, None]
+            tl.store(y + sender * WIDTH + unit[None, :], got, mask=(sender < RANKS) & real[None, :])
+        elif OP == 1:
+            low, high = tl.split(tl.reshape(got, (PADDED, UNITS // 2, 2)))
+            keys = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+            lowest: tl.constexpr = -9223372036854775808
+            best = tl.max(tl.where(tl.arange(0, PADDED)[:, None] < RANKS, keys, lowest), axis=0)
+            key = chunk * (UNITS // 2) + tl.arange(0, UNITS // 2)
+            if TOKEN:
+                token = (4294967295 - (best & 4294967295)).to(tl.int32)
+                live = tl.load(positions + row + key, mask=key < WIDTH // 2, other=-1) >= 0
+                tl.store(y + key, tl.where(live, token, -1), mask=key < WIDTH // 2)
+            else:
+                tl.store(y.to(tl.pointer_type(tl.int64), bitcast=True) + key, best, mask=key < WIDTH // 2)
+        elif BF16:
+            total = make_pair(tl.sum(low_half(got), axis=0), tl.sum(high_half(got), axis=0))
+            tl.store(y + unit, total, mask=real)
+        else:
+            total = tl.sum(got.to(tl.float32, bitcast=True), axis=0).to(tl.int32, bitcast=True)
+            tl.store(y + unit, total, mask=real)
+        tl.store(epochs, epoch)
+
+
+@triton.jit
+def _exchange(table, COLUMNS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, OP: tl.constexpr,
+              SCATTER: tl.constexpr, BF16: tl.constexpr, TOKEN: tl.constexpr, WIDTH: tl.constexpr,
+              UNITS: tl.constexpr, STRIDE_X: tl.constexpr, STRIDE_Y: tl.constexpr, TWO: tl.constexpr,
+              WIDTH2: tl.constexpr, STRIDE_X2: tl.constexpr, STRIDE_Y2: tl.constexpr, RANKS: tl.constexpr,
+              PADDED: tl.constexpr, SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr, PHASE: tl.constexpr,
+              DEPENDENT_LAUNCH: tl.constexpr):
+    """Tensors: x, y, positions (or any), and with TWO the operands of a second exchange, a reduce-scatter."""
+    start_dependents(DEPENDENT_LAUNCH)
+    OWN: tl.constexpr = 5
+    table += tl.program_id(0) * COLUMNS
+    block = tl.program_id(1)
+    rank = tl.load(table + OWN + 3).to(tl.int32)
+    await_producers(DEPENDENT_LAUNCH)
+    positions = address(table, 2, tl.int32, ALIGN)
+    if block < ROWS * CHUNKS:
+        _one(table, 0, 1, OWN, rank, block // CHUNKS, block % CHUNKS, block, 0, positions, OP, SCATTER, BF16, TOKEN,
+             WIDTH, UNITS, STRIDE_X, STRIDE_Y, RANKS, PADDED, SLOT, LIMIT, ALIGN, PHASE)
+    elif TWO:
+        CHUNKS2: tl.constexpr = (WIDTH2 + UNITS - 1) // UNITS
+        second = block - ROWS * CHUNKS
+        _one(table, 3, 4, OWN, rank, second // CHUNKS2, second % CHUNKS2, block, ROWS * WIDTH, positions, 0, True,
+             BF16, False, WIDTH2, UNITS, STRIDE_X2, STRIDE_Y2, RANKS, PADDED, SLOT, LIMIT, ALIGN, PHASE)
+
+
+@triton.jit
+def _mix(table, COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, SLICES: tl.constexpr,
+         SLICES_PADDED: tl.constexpr, NB: tl.constexpr, EPS: tl.constexpr, OUT_EPS: tl.constexpr,
+         STRIDE_X: tl.constexpr, STRIDE_PREFIX: tl.constexpr, STRIDE_BLOCK: tl.constexpr, STRIDE_P: tl.constexpr,
+         STRIDE_H: tl.constexpr, ADD: tl.constexpr, HAS_P: tl.constexpr, RANKS: tl.constexpr, PADDED: tl.constexpr,
+         SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr, PHASE: tl.constexpr, WARPS: tl.constexpr,
+         WIDEN: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
+    """Tensors: x, prefix, score, weight, p, h, grams, row epochs, eight blocks. PHASE 1: send, 2: up to the grams."""
+    start_dependents(DEPENDENT_LAUNCH)
+    OWN: tl.constexpr = 16
+    table += tl.program_id(0) * COLUMNS
+    part = tl.program_id(1)
+    row = tl.program_id(2)
+    rank = tl.load(table + OWN + 3).to(tl.int32)
+    j = tl.arange(0, 16)
+    source = j[:, None]
+    column = part * PART + tl.arange(0, PART)
+    real = (column < D)[None, :]
+    score = tl.load(address(table, 2, tl.float32, ALIGN) + column[None, :] + source * 0, mask=real & (source >= 13),
+                    other=0.0)
+    weight = tl.load(address(table, 3, tl.bfloat16, ALIGN) + column, mask=column < D, other=0.0)
+    await_producers(DEPENDENT_LAUNCH)
+
+    block = row * SLICES + part
+    epochs = address(table, OWN + 1, tl.int32, ALIGN) + block
+    epoch = tl.load(epochs, volatile=True) + 1
+    unit = part * (PART // 2) + tl.arange(0, PART // 2)
+    whole = unit < D // 2
+    at = row * (D // 2) + unit
+    if (PHASE == 0) | (PHASE == 1):
+        x = address(table, 0, tl.int32, ALIGN) + row * STRIDE_X
+        word = make_word(tl.load(x + unit, mask=whole, other=0), epoch)
+        for peer in tl.static_range(RANKS):
+            send(table, OWN + 4, peer, word, at, whole, epoch, rank, RANKS, SLOT)
+    if PHASE != 1:
+        row_epochs = address(table, 7, tl.int32, ALIGN)
+        row_epoch = tl.load(row_epochs + row, volatile=True) + 1
+        # everything but the sum is on its way before the wait for the other ranks
+        base = address(table, 1, tl.bfloat16, ALIGN) + row * STRIDE_PREFIX + source * 0
+        for i in tl.static_range(NB):
+            base = tl.where(source == i, address(table, 8 + i, tl.bfloat16, ALIGN) + row * STRIDE_BLOCK, base)
+        HELD: tl.constexpr = NB if ADD else NB - 1
+        tile = tl.load(base + column[None, :], mask=real & (source <= HELD), other=0.0)
+        got = receive(address(table, OWN, tl.int64, ALIGN), at, whole, epoch,
+                      address(table, OWN + 2, tl.int32, ALIGN), rank, RANKS, PADDED, SLOT, LIMIT)
+        low = tl.sum(low_half(got), axis=0)
+        high = tl.sum(high_half(got), axis=0)
+        total = tl.reshape(tl.join(_rounded(low), _rounded(high)), (PART,))
+        summed = tl.where(source == NB, total[None, :] + (tile.to(tl.float32) if ADD else 0.0), tile.to(tl.float32))
+        tile = _rounded(summed).to(tl.bfloat16)
+        if HAS_P:
+            if PHASE != 2:
+                p_at = address(table, 4, tl.bfloat16, ALIGN) + row * STRIDE_P + column[None, :] + source * 0
+                tl.store(p_at, tile, mask=real & (source == NB))
+        # score = high + middle + low exactly: 24 bits in three times 8
+        high = score.to(tl.bfloat16).to(tl.float32)
+        middle = (score - high).to(tl.bfloat16).to(tl.float32)
+        piece = tl.where(source == 13, high, tl.where(source == 14, middle, score - high - middle))
+        gram = _products(tl.where(source >= 13, piece.to(tl.bfloat16), tile), PART, WARPS, WIDEN)
+        # row 15 takes the scores, the sum of the three pieces' rows
+        scores = tl.sum(tl.where(source >= 13, gram, 0.0), axis=0)
+        gram = tl.where(source == 15, scores[None, :], gram)
+        needed = (j[None, :] <= NB) & ((source <= NB) | (source == 15))
+        if SLICES > 1:
+            gram = _exchange_grams(gram, needed, address(table, 6, tl.int64, ALIGN), row_epochs, row_epoch, row, part,
+                                   SLICES, SLICES_PADDED, 1 if PHASE == 2 else 2 if PHASE == 3 else 0)
+        if PHASE != 2:
+            square = tl.sum(tl.where(source == j[None, :], gram, 0.0), axis=0)
+            scores = tl.sum(tl.where(source == 15, gram, 0.0), axis=0)
+            scores = tl.where(j <= NB, scores * tl.rsqrt(square / D + EPS), float("-inf"))
+            share = tl.exp(scores - tl.max(scores, axis=0))
+            share = share / tl.sum(share, axis=0)
+            mix = tl.sum(share[:, None] * tile.to(tl.float32), axis=0)
+            pairs = tl.sum(tl.where(source <= NB, gram, 0.0) * share[None, :], axis=1)
+            mean = tl.sum(tl.where(j <= NB, pairs * share, 0.0), axis=0) / D
+            mix = mix * tl.rsqrt(tl.maximum(mean, 0.0) + OUT_EPS) * weight.to(tl.float32)
+            h = address(table, 5, tl.bfloat16, ALIGN) + row * STRIDE_H + column
+            tl.store(h, _rounded(mix).to(tl.bfloat16), mask=column < D)
+            tl.store(epochs, epoch)
+
+
+@triton.jit
+def _stripe(table, COLUMNS: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, KB: tl.constexpr,
+            KW: tl.constexpr, STRIPE: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr, STRIDE_X: tl.constexpr,
+            STRIDE_SHARED: tl.constexpr, STRIDE_Y: tl.constexpr, FMA: tl.constexpr, RANKS: tl.constexpr,
+            PADDED: tl.constexpr, SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr, PHASE: tl.constexpr,
+            PRODUCT: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
+    """Tensors: latent, norm, weight, shared, y. A block has R rows of the weight in registers, [KB, R, KW]."""
+    start_dependents(DEPENDENT_LAUNCH)
+    OWN: tl.constexpr = 5
+    table += tl.program_id(0) * COLUMNS
+    block = tl.program_id(1)
+    rank = tl.load(table + OWN + 3).to(tl.int32)
+    k = tl.arange(0, KB)[:, None] * KW + tl.arange(0, KW)[None, :]
+    out = block * R + tl.arange(0, R)
+    m = tl.arange(0, MP)
+    weight = tl.load(address(table, 2, tl.bfloat16, ALIGN) + out[None, :, None] * K + k[:, None, :],
+                     mask=(out < STRIPE)[None, :, None] & (k < K)[:, None, :], other=0.0)
+    norm = tl.load(address(table, 1, tl.bfloat16, ALIGN) + k, mask=k < K, other=0.0).to(tl.float32)
+    await_producers(DEPENDENT_LAUNCH)
+
+    epochs = address(table, OWN + 1, tl.int32, ALIGN) + block
+    epoch = tl.load(epochs, volatile=True) + 1
+    unit = block * (R // 2) + tl.arange(0, R // 2)
+    at = tl.reshape(m[:, None] * (STRIPE // 2) + unit[None, :], (MP * R // 2,))
+    # as a limit: a mask that is reshaped costs a conversion
+    rows = tl.reshape(m[:, None] + (unit * 0)[None, :], (MP * R // 2,))
+    pairs = tl.reshape((m * 0)[:, None] + unit[None, :], (MP * R // 2,))
+    real = (rows < M) & (pairs < STRIPE // 2)
+    if PHASE != 2:
+        x = address(table, 0, tl.bfloat16, ALIGN)
+        if FMA:
+            up = tl.zeros((MP, R), tl.float32)
+            wide = weight.to(tl.float32)
+            for i in tl.static_range(M):
+                row = tl.load(x + i * STRIDE_X + k, mask=k < K, other=0.0).to(tl.float32)
+                scale = tl.rsqrt(tl.sum(tl.sum(row * row, axis=1), axis=0) / K + EPS)
+                part = tl.sum(tl.sum(wide * (row * norm)[:, None, :], axis=2), axis=0) * scale
+                up = tl.where((m == i)[:, None], part[None, :], up)
+        else:
+            here = (m < M)[None, :, None] & (k < K)[:, None, :]
+            row = tl.load(x + m[None, :, None] * STRIDE_X + k[:, None, :], mask=here, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(tl.sum(row * row, axis=2), axis=0) / K + EPS)
+            parts = tl.dot((row * norm[:, None, :]).to(PRODUCT), tl.permute(weight.to(PRODUCT), (0, 2, 1)),
+                           input_precision="ieee")
+            up = tl.sum(parts, axis=0) * scale[:, None]
+        shared = address(table, 3, tl.bfloat16, ALIGN) + m[:, None] * STRIDE_SHARED + out[None, :]
+        up += tl.load(shared, mask=(m < M)[:, None] & (out < STRIPE)[None, :], other=0.0).to(tl.float32)
+        low, high = tl.split(tl.reshape(up, (MP, R // 2, 2)))
+        word = tl.reshape(make_word(make_pair(low, high), epoch), (MP * R // 2,))
+        for peer in tl.static_range(RANKS):
+            send(table, OWN + 4, peer, word, at, real, epoch, rank, RANKS, SLOT)
+    if PHASE != 1:
+        got = receive(address(table, OWN, tl.int64, ALIGN), at, real, epoch,
+                      address(table, OWN + 2, tl.int32, ALIGN), rank, RANKS, PADDED, SLOT, LIMIT)
+        sender = tl.arange(0, PADDED)[:, None]
+        y = address(table, 4, tl.int32, ALIGN) + rows[None, :] * STRIDE_Y + sender * (STRIPE // 2) + pairs[None, :]
+        tl.store(y, got, mask=(sender < RANKS) & real[None, :])
+        tl.store(epochs, epoch)
+
+
+def _padded(count: int, least: int = 1) -> int:
+    return max(least, 1 << (count - 1).bit_length())
+
+
+def _words_between_rows(tensor: torch.Tensor) -> int:
+    """Row stride in words of 4 bytes."""
+    if tensor.dim() == 1:
+        assert tensor.is_contiguous(), f"strided vector {tensor.stride()}"
+        return 0
+    nbytes = row_stride(tensor) * tensor.element_size()
+    assert nbytes % 4 == 0, f"rows of {nbytes} bytes"
+    assert tensor.data_ptr() % 4 == 0, f"{tensor.shape} begins within a word"
+    return nbytes // 4
+
+
+def _group(calls: Sequence[Call], links: Sequence[Link], columns: Sequence[Sequence[torch.Tensor]],
+           limit: int) -> dict[str, Any]:
+    """Constants of an exchange. Raises AssertionError when the mailboxes of the ranks differ."""
+    boxes = {tuple(call.scratch["mailbox"].shape) for call in calls}
+    assert len(boxes) == 1, f"mailboxes {boxes}"
+    ranks, slot = boxes.pop()[1:]
+    assert all(len(link.peers) == ranks for link in links), f"links to {[len(k.peers) for k in links]} of {ranks} ranks"
+    return {"RANKS": ranks, "PADDED": _padded(ranks), "SLOT": slot, "LIMIT": limit, "ALIGN": alignment(columns),
+            "DEPENDENT_LAUNCH": calls[0].dependent_launch}
+
+
+def _launches(kernel: Any, grid: tuple[int, ...], table: torch.Tensor, constants: dict[str, Any], warps: int,
+              dependent_launch: bool, parts: Sequence[int] | None = None) -> Launch:
+    made = tuple(KernelLaunch(kernel, grid, {"table": table}, constants | {"COLUMNS": table.shape[1], "PHASE": phase},
+                              warps, 1, launch_options(dependent_launch)) for phase in parts or phases())
+    return made[0] if len(made) == 1 else LaunchSequence(made)
+
+
+def bind_exchange(calls: Sequence[Call], links: Sequence[Link], *, limit: int = 0) -> Launch:
+    """One collective; ``calls`` and ``links`` are those of the ranks in this process."""
+    first = calls[0]
+    name = "k" if "k" in first.attrs else "y"
+    out = "token" if name == "k" else "y"
+    columns = [[call.tensors["x"], call.tensors[out], call.get("positions") if name == "k" else call.tensors["x"]]
+               for call in calls]
+    columns = [[*c, c[0], c[0]] for c in columns]
+    return _bind_exchange(calls, links, columns, first.attrs[name], name == "k", None, limit)
+
+
+def _bind_exchange(calls: Sequence[Call], links: Sequence[Link], columns: Sequence[Sequence[Any]],
+                   attrs: Any, token: bool, second: Sequence[torch.Tensor] | None, limit: int) -> Launch:
+    """``columns``: x, y, positions, x and y of the second exchange; ``second`` is rank 0's when there is one."""
+    first, x, y = calls[0], columns[0][0], columns[0][1]
+    constants = _group(calls, links, columns, limit)
+    ranks = constants["RANKS"]
+    scatter = "dim" in attrs and y.shape[1] < x.shape[1]
+    dtype = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64"}[x.dtype]
+    rows, width = units(tuple(x.shape), dtype)
+    if dtype == "i64":
+        rows, width = 1, rows * width
+    width = width // ranks if scatter else width
+    width2 = second[1].shape[1] // 2 if second is not None else 0
+    chunk = min(first.config["units"], _padded(max(width, width2), 2))
+    chunks = -(-width // chunk)
+    blocks = rows * chunks
+    constants |= {
+        "ROWS": rows, "CHUNKS": chunks, "SCATTER": scatter, "BF16": dtype == "bf16", "TOKEN": token, "WIDTH": width,
+        "OP": GATHER if "dim" in attrs and not scatter else MAX if dtype == "i64" else SUM, "UNITS": chunk,
+        "STRIDE_X": _words_between_rows(x), "STRIDE_Y": _words_between_rows(y), "TWO": second is not None,
+        "WIDTH2": width2, "STRIDE_X2": 0, "STRIDE_Y2": 0}
+    if second is not None:
+        constants |= {"STRIDE_X2": _words_between_rows(second[0]), "STRIDE_Y2": _words_between_rows(second[1])}
+        blocks += rows * -(-width2 // chunk)
+    assert blocks <= first.scratch["epochs"].numel(), f"{blocks} blocks, {first.scratch['epochs'].numel()} epochs"
+    table = make_table(calls, links, columns)
+    return _launches(_exchange, (len(calls), blocks), table, constants, first.config["warps"], first.dependent_launch)
+
+
+def bind_mix(calls: Sequence[Call], links: Sequence[Link], *, limit: int = 0) -> Launch:
+    """Sum over ranks, residual add where the pattern has it, AttnRes and norm."""
+    first = calls[0]
+    x, h, p = first.tensors["x"], first.tensors["h"], first.get("p")
+    add = "y" in first.attrs
+    rows, width = x.shape
+    part, warps, blocks = first.config["columns"], first.config["warps"], len(first.rest)
+    slices = -(-width // part)
+    if torch.cuda.is_available() and x.is_cuda:
+        # the blocks of a row wait for each other on each rank
+        fitting = torch.cuda.get_device_properties(x.device).multi_processor_count
+        assert len(calls) * slices <= fitting, f"{len(calls)} ranks x {slices} blocks, {fitting} run at once"
+    strides = {row_stride(block) for block in first.rest}
+    assert len(strides) == 1, f"blocks with strides {strides}"
+    columns = [[call.tensors["x"], call.tensors["prefix"] if add else call.tensors["x"], call.tensors["score"],
+                call.tensors["weight"], call.tensors["h"] if call.get("p") is None else call.tensors["p"],
+                call.tensors["h"], call.scratch["grams"], call.scratch["row_epochs"],
+                *(call.rest[min(i, blocks - 1)] for i in range(8))] for call in calls]
+    constants = _group(calls, links, columns, limit) | {
+        "D": width, "PART": part, "SLICES": slices, "SLICES_PADDED": _padded(slices), "NB": blocks,
+        "EPS": first.attrs["m"]["eps"], "OUT_EPS": first.attrs["h"]["eps"], "STRIDE_X": _words_between_rows(x),
+        "STRIDE_PREFIX": row_stride(columns[0][1]), "STRIDE_BLOCK": strides.pop(),
+        "STRIDE_P": row_stride(columns[0][4]), "STRIDE_H": row_stride(h), "ADD": add, "HAS_P": p is not None,
+        "WARPS": warps, "WIDEN": INTERPRET}
+    return _launches(_mix, (len(calls), slices, rows), make_table(calls, links, columns), constants, warps,
+                     first.dependent_launch, (1, 2, 3) if INTERPRET else (0,))
+
+
+def bind_stripe(calls: Sequence[Call], links: Sequence[Link], *, limit: int = 0) -> Launch:
+    """Norm, stripe of the up-projection, add, gather."""
+    columns = [[call.tensors[n] for n in ("latent", "norm", "weight", "shared", "g")] for call in calls]
+    return _bind_stripe(calls, links, columns, limit)
+
+
+def _bind_stripe(calls: Sequence[Call], links: Sequence[Link], columns: Sequence[Sequence[torch.Tensor]],
+                 limit: int) -> Launch:
+    first = calls[0]
+    latent, _, weight, shared, gathered = columns[0]
+    rows, width = latent.shape
+    stripe, own, warps = weight.shape[0], first.config["rows"], first.config["warps"]
+    assert weight.is_contiguous(), f"weight {weight.stride()}"
+    fma = rows <= 4
+    constants = _group(calls, links, columns, limit) | {
+        "M": rows, "MP": _padded(rows) if fma else 16, "K": width, "KB": warps,
+        "KW": _padded(width, 16 * warps) // warps, "STRIPE": stripe, "R": own, "EPS": first.attrs["n"]["eps"],
+        "STRIDE_X": row_stride(latent), "STRIDE_SHARED": row_stride(shared), "STRIDE_Y": _words_between_rows(gathered),
+        "FMA": fma, "PRODUCT": tl.float32 if INTERPRET else tl.bfloat16}
+    return _launches(_stripe, (len(calls), -(-stripe // own)), make_table(calls, links, columns), constants, warps,
+                     first.dependent_launch)
+
+
+def bind_tail(calls: Sequence[Call], links: Sequence[Sequence[Link]], *, limit: int = 0) -> Launch:
+    """Both sums of a sparse layer, then the stripe. ``links`` of the first mailbox and of the second."""
+    sums = [[c.tensors["x"], c.scratch["latent"], c.tensors["x"], c.tensors["other"], c.scratch["shared"]]
+            for c in calls]
+    first = _bind_exchange(calls, links[0], sums, calls[0].attrs["latent"], False, sums[0][3:], limit)
+    names = ("mailbox", "epochs", "health")
+    seconds = [replace(c, scratch={name: c.scratch[f"stripe_{name}"] for name in names}) for c in calls]
+    columns = [[c.scratch["latent"], c.tensors["norm"], c.tensors["weight"], c.scratch["shared"], c.tensors["g"]]
+               for c in calls]
+    second = _bind_stripe(seconds, links[1], columns, limit)
+    return LaunchSequence(tuple(one for launch in (first, second) for one in _flat(launch)))
+
+
+def _flat(launch: Launch) -> tuple[KernelLaunch, ...]:
+    if isinstance(launch, LaunchSequence):
+        return launch.launches
+    assert isinstance(launch, KernelLaunch), f"{type(launch).__name__}"
+    return (launch,)

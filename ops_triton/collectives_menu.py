@@ -1,0 +1,162 @@
+"""Where the collective kernels fit, their launch configurations and workspace. No triton here."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..compiler.call import Scratch
+from ..compiler.ir import DTYPE_BYTES
+from ..compiler.kernel import KernelDef, Region
+
+ENTRY = "k3plan.ops_triton.collectives:bind_{}"
+ONE_SHOT_BYTES = 8 * 14336  # largest message that every rank sends whole to every other
+HEALTH = 4
+STRIPE_ROWS = 16  # most step rows of the up-projection's stripe
+
+
+def ranks_of(region: Region) -> int:
+    return next(int(node.attrs["ranks"]) for node in region.nodes if "ranks" in node.attrs)
+
+
+def units(shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
+    """Rows, and words of 4 bytes in each."""
+    rows, columns = (shape[0], 1) if len(shape) == 1 else shape
+    return rows, columns * DTYPE_BYTES[dtype] // 4
+
+
+def mailbox(ranks: int, slot: int, blocks: int) -> dict[str, Scratch]:
+    """What an exchange of ``slot`` words a rank between ``blocks`` blocks of threads a rank keeps."""
+    return {"mailbox": Scratch((2, ranks, slot), "i64", zeroed=True, kept=True),
+            "epochs": Scratch((blocks,), "i32", zeroed=True, kept=True),
+            "health": Scratch((HEALTH,), "i32", zeroed=True, kept=True)}
+
+
+def _message(region: Region, name: str) -> tuple[int, int]:
+    """Rows and words that a rank sends to each peer."""
+    rows, width = units(region.value(name).shape, region.value(name).dtype)
+    node = next(n for n in region.nodes if region.binding[name] in n.inputs and "ranks" in n.attrs)
+    return rows, width // ranks_of(region) if node.op == "reduce_scatter" else width
+
+
+def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    messages = [_message(region, name) for name in ("x", "other") if name in region.binding]
+    blocks = sum(rows * -(-width // config["units"]) for rows, width in messages)
+    return mailbox(ranks_of(region), sum(rows * width for rows, width in messages), blocks)
+
+
+def configs(region: Region) -> list[dict[str, Any]]:
+    """``units`` words a block; 16 ranks times 256 words fill the registers of 4 warps."""
+    return [{"units": u, "warps": w} for u, w in ((256, 4), (128, 4), (512, 8), (128, 2), (64, 2))]
+
+
+def _needs(region: Region) -> str | None:
+    ranks = ranks_of(region)
+    if ranks > 32:
+        return f"{ranks} ranks, a block waits for 32 at most"
+    for name in ("x", "other"):
+        if name not in region.binding:
+            continue
+        value = region.value(name)
+        columns = value.shape[-1]
+        if value.dtype not in ("bf16", "fp32", "i64"):
+            return f"{name} is {value.dtype}, the kernel adds bf16 and fp32"
+        if value.dtype == "bf16" and columns % (2 * ranks):
+            return f"{columns} columns of bf16 over {ranks} ranks: words of 4 bytes would be shared"
+        rows, width = _message(region, name)
+        if rows * width * 4 > ONE_SHOT_BYTES and any(n.op == "all_reduce" for n in region.nodes):
+            return f"{rows * width * 4} bytes to every rank, at most {ONE_SHOT_BYTES} pay"
+    dims = [node.attrs["dim"] for node in region.nodes if "dim" in node.attrs]
+    if any(dim != 1 for dim in dims):
+        return "the kernel splits and joins columns"
+    if "k" in region.binding and region.attrs("all_reduce")["reduce"] != "max":
+        return "the sum of keys is no key"
+    return None
+
+
+def mix_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    """The exchange between ranks, and the one between the blocks of a row on each rank."""
+    rows, width = units(region.value("x").shape, "bf16")
+    parts = -(-2 * width // config["columns"])
+    return mailbox(ranks_of(region), rows * width, rows * parts) | {
+        "grams": Scratch((rows, parts, 16, 16), "i64", zeroed=True, kept=True),
+        "row_epochs": Scratch((rows,), "i32", zeroed=True, kept=True)}
+
+
+def mix_configs(region: Region) -> list[dict[str, Any]]:
+    columns = region.value("x").shape[1]
+    found = [{"columns": c, "warps": w} for c, w in ((1024, 8), (1024, 4), (512, 4), (512, 8))]
+    return [c for c in found if c["columns"] < 2 * columns] or [{"columns": 256, "warps": 4}]
+
+
+def _needs_mix(region: Region) -> str | None:
+    blocks = sum(node.op == "attn_res" and len(node.inputs) - 2 for node in region.nodes)
+    if not 1 <= blocks <= 8:
+        return f"{blocks} blocks, the kernel takes 1 to 8"
+    return _needs(region)
+
+
+def stripe_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    rows = region.value("out").shape[0]
+    stripe = region.value("weight").shape[0]
+    return mailbox(ranks_of(region), rows * stripe // 2, -(-stripe // config["rows"]))
+
+
+def stripe_configs(region: Region) -> list[dict[str, Any]]:
+    return [{"rows": r, "warps": w} for r, w in ((4, 8), (4, 4), (8, 8), (2, 4))]
+
+
+def _needs_stripe(region: Region) -> str | None:
+    stripe, columns = region.value("weight").shape
+    if stripe % 2:
+        return f"{stripe} columns of a rank: words of 4 bytes would be shared"
+    if columns > 4096:
+        return f"{columns} inputs, the kernel keeps 4096"
+    if region.value("weight").dtype != "bf16":
+        return f"weight is {region.value('weight').dtype}, the kernel reads bf16"
+    if region.value("latent").dtype != "bf16":
+        return f"the latent is {region.value('latent').dtype}, the kernel reads bf16"
+    return None
+
+
+def tail_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    """The sums and the mailbox of the first launch, and those of the second under ``stripe_`` names."""
+    second = {f"stripe_{name}": want for name, want in stripe_scratch(region, config).items()}
+    sums = {name: Scratch(region.value(name).shape, "bf16") for name in ("latent", "shared")}
+    return scratch(region, config) | second | sums
+
+
+def tail_configs(region: Region) -> list[dict[str, Any]]:
+    return [{"units": u} | stripe for u in (256, 128) for stripe in stripe_configs(region)]
+
+
+def _needs_tail(region: Region) -> str | None:
+    return _needs(region) or _needs_stripe(region)
+
+
+def _define(name: str, pattern: str, entry: str, note: str, **more: Any) -> KernelDef:
+    base: dict[str, Any] = {"needs": _needs, "scratch": scratch, "configs": configs, "rows": (1, 64)}
+    return KernelDef(id=f"triton.{name}", pattern=pattern, entry=ENTRY.format(entry), note=note,
+                     evidence="not measured yet", **(base | more))
+
+
+STRIPE = "n = rms_norm(latent, norm)\nup = linear(n, weight)\nout = add(up, shared)\ng = all_gather(out)"
+MIX = "m = attn_res(score, p, ...)\nh = rms_norm(m, weight)\n-> p, h"
+
+KERNELS: tuple[KernelDef, ...] = (
+    _define("all_reduce", "y = all_reduce(x)\n-> y", "exchange", "every rank sends its whole part to every other"),
+    _define("reduce_scatter", "y = reduce_scatter(x)\n-> y", "exchange", "columns, one part for each rank"),
+    _define("all_gather", "y = all_gather(x)\n-> y", "exchange", "columns of all ranks side by side"),
+    _define("all_reduce_token", "k = all_reduce(x)\ntoken = token_of_key(k, positions)\n-> token", "exchange",
+            "the winner of all ranks' keys and its token"),
+    _define("all_reduce_add_attn_res", f"y = all_reduce(x)\np = residual_add(prefix, y)\n{MIX}", "mix",
+            "sum over ranks, residual, mix over the blocks, norm", needs=_needs_mix, scratch=mix_scratch,
+            configs=mix_configs),
+    _define("all_reduce_attn_res", f"p = all_reduce(x)\n{MIX}", "mix", "the same where a block begins",
+            needs=_needs_mix, scratch=mix_scratch, configs=mix_configs),
+    _define("stripe_gather", f"{STRIPE}\n-> g", "stripe", "a rank's stripe of the up-projection, plus its shard of "
+            "the shared experts, to all ranks", needs=_needs_stripe, scratch=stripe_scratch, configs=stripe_configs,
+            rows=(1, STRIPE_ROWS)),
+    _define("moe_tail", f"latent = all_reduce(x)\nshared = reduce_scatter(other)\n{STRIPE}\n-> g", "tail",
+            "both sums of a sparse layer over ranks, then the stripe; two launches", needs=_needs_tail,
+            scratch=tail_scratch, configs=tail_configs, rows=(1, STRIPE_ROWS)),
+)
