@@ -1,7 +1,7 @@
 """What the runtime hands to a kernel when it binds a launch. The only type that kernel files share with it."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,9 @@ class Call:
 
     ``bind(call)`` of a kernel file checks its assumptions (AssertionError with values: the plan was wrong),
     compiles nothing at run time beyond the first call, and returns a function without arguments that launches
-    on the current stream, allocates nothing, reads nothing back and takes no decision on the host.
+    on the current stream, allocates nothing, reads nothing back and takes no decision on the host. A kernel with a
+    collective inside is bound for all ranks of the process at once: ``bind(calls, links)``, with the links of each
+    scratch tensor whose name ends in "mailbox" (one list, or a list of lists where there are several).
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -48,3 +50,22 @@ class Scratch:
     dtype: str
     zeroed: bool = False  # zeroed scratch keeps its address for the life of the plan
     kept: bool = False  # zeroed once and then the kernel's own, such as epochs; only launches of one kernel share it
+
+
+@dataclass(frozen=True)
+class Link:
+    """A rank's place in its group: its number, and the mailbox of each rank at the address where it writes."""
+
+    rank: int
+    peers: tuple[int, ...]
+
+
+def emulated_links(mailboxes: Sequence[torch.Tensor]) -> list[Link]:
+    """All ranks of the group in this process."""
+    return [Link(rank, tuple(box.data_ptr() for box in mailboxes)) for rank in range(len(mailboxes))]
+
+
+def loopback_link(mailbox: torch.Tensor, rank: int = 0) -> Link:
+    """One rank alone: what it sends to a peer comes back as if that peer had sent it."""
+    _, ranks, slot = mailbox.shape
+    return Link(rank, tuple(mailbox.data_ptr() + (peer - rank) * slot * 8 for peer in range(ranks)))

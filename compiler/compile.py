@@ -1,6 +1,7 @@
 """The pipeline: Spec to LaunchPlan, one line a pass."""
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from .passes.shard import OPTIONAL, shard_graph
 from .passes.verify import verify
 from .plan import Alternative, Launch, LaunchPlan, PlanChoice, Weight, seal
 from .spec import Spec
-from .tuning import Tuning
+from .tuning import Tuning, shape_key
 
 
 def compile_spec(spec: Spec, kernels: Iterable[KernelDef] = (), tuning: Tuning | None = None) -> LaunchPlan:
@@ -117,13 +118,15 @@ def _launch_id(region: Region) -> str:
 def _scratch(region: Region, tuning: Tuning) -> dict[str, tuple[str, Scratch]]:
     """Workspace of a launch: its tensor's name and what is wanted, by the kernel's name for it.
 
-    Zeroed workspace is shared by all launches of a kernel that want the same: they run one after the other.
+    Zeroed workspace is shared by all launches of a kernel at one shape: they run one after the other.
     """
     if region.kernel.scratch is None:
         return {}
     found = {}
-    for name, want in region.kernel.scratch(region, tuning.setting(region).config).items():
-        shared = f"{region.kernel.id}.{name}.{'x'.join(map(str, want.shape))}"
+    config = tuning.setting(region).config
+    alike = hashlib.sha256(f"{shape_key(region)} {config}".encode()).hexdigest()[:8]
+    for name, want in region.kernel.scratch(region, config).items():
+        shared = f"{region.kernel.id}.{alike}.{name}"
         found[name] = (shared if want.zeroed else f"{_launch_id(region)}.{name}", want)
     return found
 

@@ -73,7 +73,8 @@ def live_inputs(plan: LaunchPlan, seed: int = 0) -> dict[str, torch.Tensor]:
     pages = -(-step.context // step.page_size)
     positions = torch.arange(step.context - step.query, step.context).repeat(step.sequences)
     made = {
-        "tokens": torch.randint(0, plan.spec.model.vocab, (step.rows,), generator=generator),
+        # tokens of rank 0's share of the vocabulary: over loopback the others embed to zero
+        "tokens": torch.randint(0, plan.spec.model.vocab // plan.spec.parallel.tp, (step.rows,), generator=generator),
         "positions": positions, "slots": torch.arange(step.sequences),
         "page_table": torch.arange(step.sequences * pages).view(step.sequences, pages),
         "accepted": torch.ones(step.sequences),

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ..compiler.arguments import Arguments
+from ..compiler.call import Call
 from ..compiler.errors import BindError
 from ..compiler.memory import Tensor as Placed
 from ..compiler.ops import OPS
 from ..compiler.plan import Launch, LaunchPlan, PlanChoice
-from .launch import entry_point, make_call
+from .launch import entry_point, links_of, make_call
 from .load import TORCH_DTYPES, TensorSource, load_weights
 from .random_weights import RankRandom
 from .stock import bind_op
@@ -147,20 +148,22 @@ def _resolve(plan: LaunchPlan, launch: Launch, ranks: list[Rank]) -> list[Callab
     choice = plan.choice(launch)
     kind, _, name = choice.entry.partition(":")
     if kind != "op":
-        return [_kernel(choice, launch, rank, plan.spec.parallel.tp) for rank in ranks]
+        calls = [_call(choice, launch, rank, plan.spec.parallel.tp) for rank in ranks]
+        if any(OPS[op].kind == "comm" for op in choice.ops):
+            return [entry_point(choice.entry)(calls, links_of(calls))]
+        return [entry_point(choice.entry)(call) for call in calls]
     if OPS[name].kind == "comm":
         return [_collective(choice, launch, ranks, name)]
     return [_compute(choice, launch, rank, name) for rank in ranks]
 
 
-def _kernel(choice: PlanChoice, launch: Launch, rank: Rank, ranks: int) -> Callable[[], None]:
+def _call(choice: PlanChoice, launch: Launch, rank: Rank, ranks: int) -> Call:
     if rank.arena.device.type != "cuda":
         raise BindError(f"{launch.id}: kernel {choice.kernel} runs on a GPU, this is {rank.arena.device}\n"
                         "  fix: compile with --set target.gpu=cpu")
     scratch = {name: rank.tensors[tensor] for name, tensor in launch.scratch.items()}
-    call = make_call(Arguments(launch.names, launch.rest, choice.attrs), rank.tensors, scratch=scratch,
+    return make_call(Arguments(launch.names, launch.rest, choice.attrs), rank.tensors, scratch=scratch,
                      config=choice.config, ranks=ranks)
-    return entry_point(choice.entry)(call)
 
 
 def _compute(choice: PlanChoice, launch: Launch, rank: Rank, name: str) -> Callable[[], None]:

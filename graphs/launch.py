@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ..compiler.arguments import Arguments, arguments_of
-from ..compiler.call import Call, Launch, Scratch
+from ..compiler.call import Call, Launch, Scratch, emulated_links, loopback_link
 from ..compiler.kernel import Region
+from ..compiler.ops import OPS
 from .load import TORCH_DTYPES
 
 
@@ -28,7 +29,7 @@ def default_config(region: Region) -> dict[str, Any]:
     return dict(candidates[0]) if candidates else {}
 
 
-def entry_point(entry: str) -> Callable[[Call], Launch]:
+def entry_point(entry: str) -> Callable[..., Launch]:
     """The ``bind`` function that an entry string ``module:function`` names."""
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(module), name)
@@ -48,7 +49,8 @@ def bind_region(region: Region, tensors: Mapping[str, torch.Tensor], config: Map
                 scratch: Mapping[str, torch.Tensor] | None = None, dependent_launch: bool = False) -> Launch:
     """Binds the kernel of ``region`` to ``tensors``, given by value name.
 
-    ``config`` of None is the kernel's default. ``scratch`` is allocated here when not given.
+    ``config`` of None is the kernel's default. ``scratch`` is allocated here when not given. A collective is bound to
+    one rank alone (loopback).
     """
     config = default_config(region) if config is None else config
     if scratch is None:
@@ -56,7 +58,18 @@ def bind_region(region: Region, tensors: Mapping[str, torch.Tensor], config: Map
         scratch = {name: allocate(wanted, device) for name, wanted in scratch_of(region, config).items()}
     call = make_call(arguments_of(region), tensors, scratch=scratch, config=config,
                      dependent_launch=dependent_launch)
+    if any(OPS[node.op].kind == "comm" for node in region.nodes):
+        return entry_point(region.kernel.entry)([call], links_of([call]))
     return entry_point(region.kernel.entry)(call)
+
+
+def links_of(calls: list[Call]) -> list[Any]:
+    """Links of each mailbox: between all ranks, or of rank 0 with itself where it is alone."""
+    found = []
+    for name in (n for n in calls[0].scratch if n.endswith("mailbox")):
+        boxes = [call.scratch[name] for call in calls]
+        found.append(emulated_links(boxes) if len(boxes) == boxes[0].shape[1] else [loopback_link(boxes[0])])
+    return found[0] if len(found) == 1 else found
 
 
 def allocate(wanted: Scratch, device: torch.device | str) -> torch.Tensor:

@@ -5,6 +5,7 @@ and not what follows from it. Collectives are left out: over ``loopback`` they d
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +73,7 @@ def _evaluate(graph, nodes, views, before: dict[str, Tensor], rounded: bool) -> 
     return values
 
 
-def _compare(kernel: str, launch: Launch, found: dict[str, Tensor], wanted: dict[str, Tensor],
+def _compare(kernel: str, launch: Launch, found: Mapping[str, Tensor], wanted: dict[str, Tensor],
              chain: dict[str, Tensor]) -> Finding:
     worst = Finding(launch, kernel, "", 0.0, 0.0, True)
     for name in launch.outputs:

@@ -29,12 +29,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..compiler.call import Call, Launch
+from ..compiler.call import Call, Launch, Link
 from .attn_res import _exchange as _exchange_grams
 from .attn_res import _products
 from .collectives_menu import units
 from .exchange import (
-    Link,
     address,
     alignment,
     bf16_bits,

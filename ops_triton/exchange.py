@@ -15,36 +15,16 @@ device cannot block itself as long as one such group fits on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import gcd
 
 import torch
 import triton
 import triton.language as tl
 
-from ..compiler.call import Call
+from ..compiler.call import Call, Link
 from .launching import INTERPRET
 
 WHOLE, PUBLISH, COLLECT = 0, 1, 2  # PHASE: the whole exchange, or one half of it (for the interpreter)
-
-
-@dataclass(frozen=True)
-class Link:
-    """A rank's place in its group: its number, and the mailbox of each rank at the address where it writes."""
-
-    rank: int
-    peers: tuple[int, ...]
-
-
-def emulated_links(mailboxes: Sequence[torch.Tensor]) -> list[Link]:
-    """All ranks of the group in this process."""
-    return [Link(rank, tuple(box.data_ptr() for box in mailboxes)) for rank in range(len(mailboxes))]
-
-
-def loopback_link(mailbox: torch.Tensor, rank: int = 0) -> Link:
-    """One rank alone: what it sends to a peer comes back as if that peer had sent it."""
-    _, ranks, slot = mailbox.shape
-    return Link(rank, tuple(mailbox.data_ptr() + (peer - rank) * slot * 8 for peer in range(ranks)))
 
 
 def make_table(calls: Sequence[Call], links: Sequence[Link], columns: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:

@@ -71,7 +71,7 @@ def _evaluate(region: Region, ranks: Sequence[Mapping[str, Tensor]], *, rounded:
 def _run(region: Region, setting: kernel_check.Setting, config: Mapping[str, Any], device: str, *,
          loopback: bool) -> None:
     """Three launches through one binding, inputs fresh each time, then a comparison on every rank."""
-    from k3plan.ops_triton.exchange import emulated_links, loopback_link
+    from k3plan.compiler.call import emulated_links, loopback_link
 
     own = _inputs(region, setting, 0, device)
     own = own[:1] if loopback else own
@@ -129,3 +129,23 @@ def test_every_kernel_has_a_case() -> None:
     tested = {case.values[0].kernel.id for case in CASES}
     missing = [kernel.id for kernel in KERNELS if kernel.id not in tested]
     assert not missing, f"no small model has a region for {missing}"
+
+
+def test_a_wait_that_gives_up_says_so(device: str) -> None:
+    """With a limit, a rank whose peers never send leaves its number, the epoch, the block and what is missing."""
+    from k3plan.compiler.call import Call, emulated_links
+    from k3plan.ops_triton.collectives import bind_exchange
+    from k3plan.ops_triton.launching import LaunchSequence
+
+    if device != "cpu":
+        pytest.skip("a launch of one rank only needs the interpreter's halves")
+    scratch = [{"mailbox": torch.zeros(2, 2, 32, dtype=torch.int64), "epochs": torch.zeros(1, dtype=torch.int32),
+                "health": torch.zeros(4, dtype=torch.int32)} for _ in range(2)]
+    calls = [Call({"x": torch.randn(1, 64).bfloat16(), "y": torch.zeros(1, 64, dtype=torch.bfloat16)},
+                  attrs={"y": {"ranks": 2, "reduce": "sum"}}, scratch=s, config={"units": 32, "warps": 4})
+             for s in scratch]
+    links = emulated_links([s["mailbox"] for s in scratch])
+    launch: Any = bind_exchange(calls[1:], links[1:], limit=3)
+    assert isinstance(launch, LaunchSequence)
+    launch()
+    assert scratch[1]["health"].tolist() == [2, 1, 0, 32]
