@@ -50,6 +50,7 @@ from .launching import (
 from .mla_menu import ROW_TILE, padded
 
 LAST, LAUNCH = 1, 2  # MERGE; 0 is a single split
+MERGE_ELEMENTS = 8192  # of partial results in the registers of 4 warps at once
 
 
 @dataclass(frozen=True)
@@ -397,13 +398,15 @@ def _merge_launch(call: Call, config: Config, sizes: dict[str, int], out: torch.
     target = out if out is not None else call.tensors["mixed"]
     assert target.is_contiguous(), f"result {target.shape} {target.stride()}"
     splits = padded(config.splits)
+    # a load of bf16 takes a register for each value until it is widened
+    held = MERGE_ELEMENTS * config.merge_warps // 4 // (2 if config.partial == "bf16" else 1)
     tensors = {name: call.scratch[name] for name in ("partial", "log_sum")} | {
         "positions": call.tensors["positions"], "w_uv": target if w_uv is None else w_uv,
         "gate": target if gate is None else gate, "mixed": target, "out": target}
     tensors |= {name: call.scratch.get(name, target) for name in ("parts", "arrivals")}
     constants: dict[str, Any] = {name: sizes[name] for name in ("T", "L", "HEADS", "R")} | {
         "V": value, "VP": padded(value, 16 if config.group > 1 else 1), "SPLITS": config.splits, "SP": splits,
-        "BATCH": min(splits, max(1, MERGE_ELEMENTS * config.merge_warps // 4 // (config.group * config.columns))),
+        "BATCH": min(splits, max(1, held // (config.group * config.columns))),
         "CHUNK": sizes["TILES"] * config.block, "GROUP": config.group, "COLUMNS": config.columns,
         "KV_SCALE": call.attrs["mixed"]["kv_scale"], "PROJECT": project, "GATED": gate is not None,
         "STRIDE_GATE": 0 if gate is None else row_stride(gate), "PRODUCT": tl.float32 if INTERPRET else tl.bfloat16,
@@ -411,6 +414,3 @@ def _merge_launch(call: Call, config: Config, sizes: dict[str, int], out: torch.
     grid = (sizes["R"] // config.columns, sizes["HEADS"], -(-sizes["T"] // config.group))
     return KernelLaunch(_merge, grid, tensors, constants, config.merge_warps, 1,
                         launch_options(call.dependent_launch))
-
-
-MERGE_ELEMENTS = 8192  # of partial results in the registers of 4 warps at once

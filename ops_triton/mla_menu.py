@@ -71,13 +71,14 @@ def attend_configs(region: Region) -> list[dict[str, Any]]:
     # fewer than 64 query rows triton 3.6 reads shared memory out of range (compute-sanitizer, H200)
     narrow = rows <= 16 and region.value("cache").dtype == "bf16"
     wide = rows > 32
-    for block, warps in (*(((32, 4),) if narrow else ()), *(((64, 8),) if wide else ()), (32, 8)):
+    for block, warps in (*(((32, 4), (64, 4)) if narrow else ()), *(((64, 8),) if wide else ()), (32, 8)):
         most = -(-context // block)
         for waves in (1.0, 0.5, 2.0):
             splits = max(1, min(most, int(WAVE * waves) // tiles))
             splits = most if splits >= most * 0.9 else 1 << int(log2(splits))
             if splits == most or block < 64:
-                found.append({"splits": splits, "block": block, "warps": warps, "stages": 3 if splits < most else 1})
+                stages = 3 if splits < most else 1
+                found.append({"splits": splits, "block": block, "warps": warps, "stages": stages})
     return [_with_merge(region, config) | extra for config in _unique(found)
             for extra in _merge_variants(region, config, sequences * query)]
 
@@ -94,7 +95,8 @@ def _with_merge(region: Region, config: dict[str, Any]) -> dict[str, Any]:
 def _merge_variants(region: Region, config: dict[str, Any], rows: int) -> list[dict[str, Any]]:
     """Blocks of the second kernel: one row each where there are many splits, 16 where there are few."""
     latent = region.attrs("mla_attend")["latent"]
-    columns = [c for c in (64, 32, 128) if c <= latent]
+    # one row: as many blocks as there is room for, each with one batch of loads
+    columns = [c for c in ((32, 64, 16) if rows == 1 else (64, 32, 128)) if c <= latent]
     group = 1 if config["splits"] > MERGE_LAST or rows == 1 else 16
     if not _projects(region) and config["splits"] <= MERGE_LAST:
         return [{"columns": columns[0], "group": group, "merge_warps": 4}]
