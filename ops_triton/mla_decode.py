@@ -302,7 +302,7 @@ def _merge(partial, log_sum, positions, w_uv, gate, mixed, out, parts, arrivals,
     best = tl.where(best == float("-inf"), 0.0, best)
     total = tl.sum(tl.exp2(sums - best[None, :]), axis=0)
     mix = tl.zeros((GROUP, COLUMNS), tl.float32)
-    for start in tl.static_range(0, SP, BATCH):
+    for start in tl.range(0, SP, BATCH, num_stages=1):
         some = start + tl.arange(0, BATCH)
         mine = (some[:, None] < SPLITS) & (some[:, None] * CHUNK <= position[None, :])
         at = first[None, :] + some[:, None] * ROWS

@@ -103,7 +103,7 @@ def _merge_variants(region: Region, config: dict[str, Any], rows: int) -> list[d
     found: list[dict[str, Any]] = [{"columns": c, "group": group, "merge_warps": 4} for c in columns[:2]]
     if rows > 1:
         found += [{"columns": columns[0], "group": 16 if group == 1 else 1, "merge_warps": 4},
-                  {"columns": columns[0], "group": group, "merge_warps": 4, "partial": "bf16"}]
+                  {"columns": columns[0], "group": group, "merge_warps": 8, "partial": "bf16"}]
     return found
 
 
