@@ -8,12 +8,13 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint venv clean
+.PHONY: help demo test test-all lint venv clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    plan a tiny Kimi K3 decode step and run it on this machine"
-	@echo "make test    ruff, mypy and every test"
+	@echo "make test    ruff, mypy and every test but the slow ones"
+	@echo "make test-all  those too: every kernel case, every cross-compile (half an hour on two cores)"
 	@echo "make lint    ruff and mypy only"
 	@echo "make venv    the environment that demo uses"
 	@echo "make clean   remove the environment and everything that was built"
@@ -22,6 +23,9 @@ demo: $(VENV)/.installed
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo.sh
 
 test: $(VENV)/.installed-dev
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 lint: $(VENV)/.installed-dev

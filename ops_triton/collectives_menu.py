@@ -84,7 +84,7 @@ def mix_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]
 
 def mix_configs(region: Region) -> list[dict[str, Any]]:
     columns = region.value("x").shape[1]
-    found = [{"columns": c, "warps": w} for c, w in ((1024, 8), (1024, 4), (512, 4), (512, 8))]
+    found = [{"columns": c, "warps": w} for c, w in ((512, 4), (1024, 8), (1024, 4), (512, 8))]
     return [c for c in found if c["columns"] < 2 * columns] or [{"columns": 256, "warps": 4}]
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from k3plan.compiler.build import build_graph
 from k3plan.compiler.model import ModelConfig
 from k3plan.compiler.ops.mxfp4 import unpack_mxfp4
-from k3plan.compiler.recipe import Recipe
 from k3plan.compiler.reading.source import load_spec
+from k3plan.compiler.recipe import Recipe
 from k3plan.compiler.spec import Spec
 from k3plan.graphs.checkpoint import INDEX, NOT_DECODED, Checkpoint
 from k3plan.graphs.load import TensorInfo, stored_tensors

@@ -1,6 +1,8 @@
 """Every kernel of the menus against the meaning of the ops that it computes. See ``tests/kernel_check.py``."""
 from __future__ import annotations
 
+from typing import Any
+
 import kernel_check
 import pytest
 import torch
@@ -9,7 +11,22 @@ KERNELS = kernel_check.all_kernels()
 CASES = kernel_check.cases(KERNELS)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# of each kernel in the interpreter; the others are marked slow, and all run on a device
+PROMPT_CASES = 6
+
+
+def _in_the_interpreter() -> list[Any]:
+    turn: dict[str, int] = {}
+    found = []
+    for case in CASES:
+        kernel = case.region.kernel.id
+        turn[kernel] = turn.get(kernel, 0) + 1
+        marks = [pytest.mark.slow] if turn[kernel] > PROMPT_CASES else []
+        found.append(pytest.param(case, id=case.name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("case", _in_the_interpreter())
 def test_kernel(case: kernel_check.Case) -> None:
     kernel_check.check(case)
 

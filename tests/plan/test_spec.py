@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 from ruamel.yaml import YAML
 
-from k3plan.compiler.reading import planfile
 from k3plan.compiler.errors import SpecError
+from k3plan.compiler.reading import planfile
 from k3plan.compiler.reading.source import load_spec, show_resolved
 
 ROOT = Path(__file__).resolve().parents[2]
