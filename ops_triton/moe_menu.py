@@ -40,14 +40,23 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def together(top_k: int, groups: int, warps: int) -> int:
-    """Experts of a token that a block of down computes side by side: a thread holds one scale group."""
-    return min(power_of_two(top_k), max(1, warps * 32 // power_of_two(groups)))
+def span_and_depth(groups: int) -> tuple[int, int]:
+    """Lanes along one expert's row of W2 and groups a lane: 2 x 3 for 192 numbers, and no lane is idle."""
+    third = groups // 3
+    if groups % 3 == 0 and power_of_two(third) == third:
+        return third, 3
+    return power_of_two(groups), 1
+
+
+def together(top_k: int, span: int, warps: int, *, whole: bool) -> int:
+    """Experts of a token that a block of down computes side by side. A rank with ``whole`` experts has few of a
+    token's: it takes them one by one and skips the others."""
+    return 1 if whole else min(power_of_two(top_k), max(1, warps * 32 // span))
 
 
 def _rows(deep: int, lanes: int, warps: int, most: int) -> int:
-    """Weight rows of a block in which a thread holds one scale group of ``deep`` rows."""
-    return min(deep * max(1, warps * 32 // lanes), power_of_two(most))
+    """Weight rows of a block in which a thread holds groups of ``deep`` rows."""
+    return min(max(1, deep * warps * 32 // lanes), power_of_two(most))
 
 
 def _gate_up_rows(region: Region, deep: int, warps: int) -> int:
@@ -56,32 +65,48 @@ def _gate_up_rows(region: Region, deep: int, warps: int) -> int:
 
 
 def _down_columns(region: Region, deep: int, warps: int) -> int:
-    width, packed = region.value("w2").shape[1:]
-    side = together(region.value("ids").shape[1], packed // 16, warps)
-    return _rows(deep, side * power_of_two(packed // 16), warps, width)
+    experts, width, packed = region.value("w2").shape
+    span, depth = span_and_depth(packed // 16)
+    whole = experts < region.attrs("experts_down")["experts"]
+    lanes = together(region.value("ids").shape[1], span, warps, whole=whole) * span
+    return _rows(max(1, power_of_two(deep // depth + 1) // 2), lanes, warps, width)
 
 
 def _gate_up_configs(region: Region) -> list[dict[str, Any]]:
-    """The guess first: without a scan for few rows, with one decode for two rows of an expert for many."""
+    """The guess first: all loads at once for one row; for few, several steps with one look at x; for many, one decode
+    for two rows of an expert."""
     tokens = region.value("ids").shape[0]
 
-    def config(deep: int, warps: int, dedupe: bool) -> dict[str, Any]:
-        return {"rows": _gate_up_rows(region, deep, warps), "warps": warps, "dedupe": dedupe}
+    def config(deep: int, warps: int, steps: int, dedupe: bool = False) -> dict[str, Any]:
+        rows = _gate_up_rows(region, deep, warps)
+        most = -(-region.value("w1").shape[1] // rows)
+        return {"rows": rows, "steps": min(steps, most), "warps": warps, "dedupe": dedupe}
 
-    plain = [config(*shape, False) for shape in ((8, 4), (4, 4), (8, 8), (2, 4), (4, 2), (4, 8))]
-    shared = [config(*shape, True) for shape in ((4, 4), (8, 4), (4, 8), (2, 4))] if tokens > 1 else []
-    return [*plain, *shared] if tokens <= 16 else [*shared, *plain]
+    once = [config(*shape, 1) for shape in ((8, 4), (4, 4), (8, 8), (2, 4), (4, 2))]
+    if tokens == 1:
+        return [*once, config(4, 4, 2), config(4, 4, 3)]
+    steps = [config(*shape) for shape in ((8, 4, 2), (4, 4, 3), (4, 4, 6), (8, 8, 3), (8, 8, 2))]
+    shared = [config(*shape, True) for shape in ((4, 4, 1), (8, 8, 1), (4, 4, 3), (4, 8, 2))]
+    return [*steps, *once, *shared] if tokens <= 16 else [*shared, *steps]
 
 
 def _down_configs(region: Region) -> list[dict[str, Any]]:
-    return [{"columns": _down_columns(region, deep, warps), "warps": warps}
-            for deep, warps in ((16, 4), (8, 4), (16, 8), (4, 4), (8, 8), (32, 4))]
+    """Several steps only where there are more blocks than fit at once."""
+    tokens = region.value("ids").shape[0]
+    shapes: tuple[tuple[int, int, int], ...] = ((16, 4, 1), (8, 4, 1), (16, 8, 1), (4, 4, 1), (8, 8, 1), (8, 2, 1))
+    if tokens > 1:
+        shapes = ((16, 4, 2), (8, 4, 2), (8, 4, 4), (16, 4, 4), *shapes[:4])
+    return [{"columns": _down_columns(region, deep, warps), "steps": steps, "warps": warps}
+            for deep, warps, steps in shapes]
 
 
 def _chain_configs(region: Region) -> list[dict[str, Any]]:
+    tokens = region.value("ids").shape[0]
+    shapes = ((8, 16, 4, 1), (4, 16, 4, 1), (4, 8, 4, 1), (8, 8, 4, 1), (4, 8, 8, 1))
+    if tokens > 1:
+        shapes = ((4, 8, 4, 3), (8, 16, 4, 2), (4, 16, 4, 2), *shapes[:2])
     return [{"rows": _gate_up_rows(region, deep, warps), "columns": _down_columns(region, columns, warps),
-             "warps": warps}
-            for deep, columns, warps in ((8, 16, 4), (4, 16, 4), (8, 8, 4), (4, 8, 8), (4, 8, 4))]
+             "steps": steps, "warps": warps} for deep, columns, warps, steps in shapes]
 
 
 def _chain_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
