@@ -18,7 +18,7 @@ from k3plan.compiler.recipe import Recipe
 from k3plan.compiler.spec import Spec
 from k3plan.graphs.checkpoint import INDEX, NOT_DECODED, Checkpoint
 from k3plan.graphs.load import TensorInfo, stored_tensors
-from k3plan.graphs.make_checkpoint import TINY, make_checkpoint, tensor_bytes, tensor_list
+from k3plan.graphs.make_checkpoint import TINY, make_checkpoint, scaled_config, tensor_bytes, tensor_list
 from k3plan.graphs.random_weights import RandomSource
 
 PREFIX = "language_model.model."
@@ -160,3 +160,8 @@ def test_sizes_are_checked(tmp_path: Path, sizes: dict[str, Any], said: str) -> 
     with pytest.raises(ValueError, match=said):
         make_checkpoint(tmp_path, **sizes)
     assert isinstance(TINY, ModelConfig)
+
+
+def test_the_example_names_the_checkpoint_that_is_made() -> None:
+    example = Path(__file__).resolve().parents[2] / "examples/tiny-k3-config.json"
+    assert json.loads(example.read_text()) == scaled_config(TINY)
