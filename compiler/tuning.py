@@ -66,15 +66,14 @@ class Tuning:
 
     def _choose(self, region: Region, key: str) -> Setting:
         exact = self._exact.get((region.kernel.id, key))
-        if exact is not None:
+        candidates = list(region.kernel.configs(region)) if region.kernel.configs else [{}]
+        # a line whose configuration is no candidate any more was measured with another kernel
+        if exact is not None and exact.config in candidates:
             return Setting(exact.config, f"tuned at this shape; {exact.source}", exact)
-        candidates = list(region.kernel.configs(region)) if region.kernel.configs else []
         near = min(self._by_kernel.get(region.kernel.id, ()), key=lambda t: distance(t.key, key), default=None)
         if near is not None and near.config in candidates and distance(near.key, key) < math.inf:
             return Setting(near.config, f"tuned at the nearest shape {near.key}")
-        if candidates:
-            return Setting(candidates[0], "first candidate, not tuned")
-        return Setting({}, "")
+        return Setting(candidates[0], "first candidate, not tuned" if candidates[0] else "")
 
 
 def distance(left: str, right: str) -> float:

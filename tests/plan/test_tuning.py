@@ -1,0 +1,89 @@
+"""Frozen measurements: exact shapes, nearest shapes, and lines that the kernels have outgrown."""
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from k3plan.compiler.compile import cover_graph, lower
+from k3plan.compiler.kernel import KernelDef, Menu
+from k3plan.compiler.menu import op_kernels
+from k3plan.compiler.reading.source import load_spec
+from k3plan.compiler.tuning import Tuned, Tuning, distance
+from k3plan.face import kernels, tuning
+from k3plan.graphs.tune import FORMS, jobs, merge_tables, table, tune, tuned_lines
+
+K3 = Path(__file__).resolve().parents[2] / "examples/k3-h200-tp16.yaml"
+NORM = KernelDef("test.norm", "h = rms_norm(x, w)\n-> h", "test:bind", configs=lambda r: [{"warps": 4}, {"warps": 8}])
+
+
+@pytest.mark.parametrize(("left", "right", "octaves"), [
+    ("1x7168,7168", "1x7168,7168", 0.0), ("1x7168,7168", "2x7168,7168", 1.0), ("8x64", "1x128", 4.0),
+    ("1x64", "1x64:fp32", math.inf), ("1x64", "64", math.inf), ("1x64,2", "1x64", math.inf),
+])
+def test_distance(left: str, right: str, octaves: float) -> None:
+    assert distance(left, right) == octaves == distance(right, left)
+
+
+def chosen(lines: list[Tuned]):
+    """The launch of layer 0's first norm, 1x7168, under ``lines``."""
+    spec = load_spec(K3, ("model.layers=[0]",))
+    graph, _ = lower(spec, FORMS[0])
+    cover = cover_graph(graph, spec, Menu([*op_kernels(), NORM]), Tuning(lines))
+    choice = next(c for c in cover.choices if c.region.nodes[-1].name == "L0.attn.h")
+    return choice, Tuning(lines).setting(choice.region)
+
+
+def test_the_very_shape_is_measured() -> None:
+    choice, setting = chosen([Tuned("test.norm", "1x7168,7168", {"warps": 8}, 0.9, "a GPU")])
+    assert (choice.kernel, choice.cost.us, choice.cost.measured) == ("test.norm", 0.9, True)
+    assert setting.config == {"warps": 8}
+    assert setting.source == "tuned at this shape; a GPU"
+
+
+def test_the_nearest_shape_gives_its_configuration_and_not_its_time() -> None:
+    lines = [Tuned("test.norm", "8x7168,7168", {"warps": 8}, 0.9, "a GPU"),
+             Tuned("test.norm", "64x7168,7168", {"warps": 4}, 0.1, "a GPU")]
+    choice, setting = chosen(lines)
+    assert setting.config == {"warps": 8}
+    assert setting.source == "tuned at the nearest shape 8x7168,7168"
+    assert not choice.cost.measured
+
+
+def test_a_line_of_a_configuration_that_is_gone_is_not_used() -> None:
+    choice, setting = chosen([Tuned("test.norm", "1x7168,7168", {"warps": 32}, 0.1, "a GPU")])
+    assert setting.config == {"warps": 4}
+    assert setting.source == "first candidate, not tuned"
+    assert not choice.cost.measured
+
+
+def test_the_shipped_table_fits_the_shipped_kernels() -> None:
+    """Every line is of a shape that the H200 example has, with a configuration that its kernel offers."""
+    found = {(job.region.kernel.id, job.key): job for job in jobs(load_spec(K3), kernels(), ((1, 1), (1, 8)))}
+    for (kernel, key), line in tuning("h200")._exact.items():
+        assert line.config in found[kernel, key].configs, (kernel, key)
+        assert line.us > 0
+
+
+def test_tables_are_made_of_outcomes_and_merged(tmp_path: Path) -> None:
+    spec = load_spec(K3, ("model.layers=[0]",))
+    todo = jobs(spec, [NORM], ((1, 1),))
+
+    class Timing:
+        def __init__(self, us: float) -> None:
+            self.us = us
+
+    def time_one(region, config) -> Timing:
+        if config["warps"] == 4:
+            raise RuntimeError("out of registers")
+        return Timing(1.5)
+
+    said: list[str] = []
+    outcomes = list(tune(todo, say=said.append, time_one=time_one))
+    text = table(outcomes, "a GPU")
+    assert tuned_lines(text) == [Tuned("test.norm", "1x7168,7168", {"warps": 8}, 1.5, "a GPU")]
+    assert "1 of 2 failed" in said[0]
+    path = tmp_path / "table.json"
+    path.write_text(table(outcomes, "older").replace("1x7168", "2x7168"))
+    assert [line.key for line in tuned_lines(merge_tables(path, text))] == ["1x7168,7168", "2x7168,7168"]
