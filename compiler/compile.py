@@ -11,14 +11,14 @@ from .arguments import arguments_of
 from .build import build_graph
 from .call import Scratch
 from .cost import cost_model
-from .cover import Choice, Cover, cover
+from .covering.cover import Choice, Cover, cover
+from .covering.match import find_regions
+from .covering.order import FREE_OPS
 from .device import load_device
 from .ir import Graph
 from .kernel import KernelDef, Menu, Region
-from .match import find_regions
 from .memory import lay_out
 from .menu import op_kernels
-from .order import FREE_OPS
 from .passes.log import Note
 from .passes.merge import merge_projections
 from .passes.shard import OPTIONAL, shard_graph

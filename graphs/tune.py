@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..compiler.compile import lower
+from ..compiler.covering.match import find_regions
 from ..compiler.device import load_device
 from ..compiler.kernel import KernelDef, Menu, Region
-from ..compiler.match import find_regions
 from ..compiler.spec import Spec
 from ..compiler.tuning import Tuned, shape_key
 from .bench import time_region

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from k3plan.compiler.build import build_graph
+from k3plan.compiler.covering.match import find_regions
+from k3plan.compiler.covering.order import FREE_OPS
 from k3plan.compiler.ir import Graph, Node
 from k3plan.compiler.kernel import KernelDef, Menu, Region
-from k3plan.compiler.match import find_regions
 from k3plan.compiler.model import ModelConfig
 from k3plan.compiler.ops import OPS
-from k3plan.compiler.order import FREE_OPS
 from k3plan.compiler.passes.merge import merge_projections
 from k3plan.compiler.passes.shard import shard_graph
 from k3plan.compiler.spec import Choices, Numerics, Parallel, Spec, Step

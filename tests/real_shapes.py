@@ -5,8 +5,8 @@ from dataclasses import replace
 from functools import cache
 
 from k3plan.compiler.build import build_graph
+from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.kernel import KernelDef, Menu, Region
-from k3plan.compiler.match import find_regions
 from k3plan.compiler.ops import OPS
 from k3plan.compiler.passes.merge import merge_projections
 from k3plan.compiler.passes.shard import shard_graph

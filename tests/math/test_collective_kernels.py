@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.ir import REPLICATED
 from k3plan.compiler.kernel import Menu, Region
-from k3plan.compiler.match import find_regions
 from k3plan.compiler.ops import OPS
 from k3plan.graphs.launch import allocate, arguments_of, default_config, entry_point, make_call, scratch_of
 from k3plan.graphs.load import TORCH_DTYPES

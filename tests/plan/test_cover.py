@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from small_graphs import graph, kernel, one_node
 
-from k3plan.compiler.cover import Cover, cover
+from k3plan.compiler.covering.cover import Cover, cover
+from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.errors import CoverError
 from k3plan.compiler.ir import Graph
 from k3plan.compiler.kernel import Cost, KernelDef, Menu, Region
-from k3plan.compiler.match import find_regions
 
 
 def prices(**by_kernel: float) -> Callable[[Region], Cost]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import kernel
 
-from k3plan.compiler.cover import Cover, cover
+from k3plan.compiler.covering.cover import Cover, cover
 from k3plan.compiler.errors import CoverError
 from k3plan.compiler.ir import Graph, Node, Value
 from k3plan.compiler.kernel import Cost, Region

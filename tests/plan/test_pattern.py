@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from small_graphs import graph, kernel
 
+from k3plan.compiler.covering.match import NearMiss, find_regions
 from k3plan.compiler.kernel import KernelDef, Menu, Region
-from k3plan.compiler.match import NearMiss, find_regions
 from k3plan.compiler.pattern import Pattern
 
 MIX = """

@@ -15,9 +15,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .errors import CoverError
-from .ir import Graph, Node
-from .kernel import Cost, Region
+from ..errors import CoverError
+from ..ir import Graph, Node
+from ..kernel import Cost, Region
 from .match import NearMiss
 from .order import FREE_OPS, successors, through_views
 from .reasons import MAX_LOSERS, Loser, explain_losers, explain_uncovered, missed

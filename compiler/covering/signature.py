@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-from .ir import Graph, Node
-from .kernel import Region
+from ..ir import Graph, Node
+from ..kernel import Region
 
 
 class Part(Protocol):

@@ -4,10 +4,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .ir import Graph, Node
-from .kernel import KernelDef, Menu, Region
+from ..ir import Graph, Node
+from ..kernel import KernelDef, Menu, Region
+from ..pattern import ANY, PatternNode, Step, Variant
 from .order import FREE_OPS, successors
-from .pattern import ANY, PatternNode, Step, Variant
 
 Binding = dict[str, str]
 # where it failed, and the text with its arguments, put together only for a failure that is kept

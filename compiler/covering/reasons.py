@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .ir import Node
-from .kernel import Cost, Region
+from ..ir import Node
+from ..kernel import Cost, Region
 from .match import NearMiss
 from .search import Alternative, Solution, bits
 

@@ -1,7 +1,7 @@
 """What must run before what. Shared by the matcher and the cover; decides no order itself."""
 from __future__ import annotations
 
-from .ir import Graph, Node
+from ..ir import Graph, Node
 
 # views: they launch nothing, so no kernel has to compute them
 FREE_OPS = frozenset({"slice"})
