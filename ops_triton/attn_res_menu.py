@@ -59,19 +59,19 @@ KERNELS: tuple[KernelDef, ...] = (
     KernelDef(
         id="triton.attn_res", entry=_ENTRY + "bind", rows=ROWS, needs=_needs, scratch=scratch, configs=configs,
         pattern="? p = residual_add(prefix, delta)\nm = attn_res(score, p, ...)\nh = rms_norm(m, weight)\n-> p, h",
-        evidence="not measured yet", note="add, mix over the blocks, norm",
+        note="add, mix over the blocks, norm",
     ),
     KernelDef(
         id="triton.attn_res_mix", entry=_ENTRY + "bind", rows=ROWS, needs=_needs, scratch=scratch, configs=configs,
-        pattern="h = attn_res(score, prefix, ...)\n-> h", evidence="not measured yet", note="the mix alone",
+        pattern="h = attn_res(score, prefix, ...)\n-> h", note="the mix alone",
     ),
     KernelDef(
         id="triton.add_norm", entry=_ENTRY + "bind_norm", needs=_needs_bf16, configs=norm_configs,
         pattern="p = residual_add(prefix, delta)\nh = rms_norm(p, weight)\n-> p, h",
-        evidence="not measured yet", note="residual stream without blocks",
+        note="residual stream without blocks",
     ),
     KernelDef(
         id="triton.rms_norm", entry=_ENTRY + "bind_norm", needs=_needs_bf16, configs=norm_configs,
-        pattern="h = rms_norm(x, weight)\n-> h", evidence="not measured yet", note="rows may be a strided view",
+        pattern="h = rms_norm(x, weight)\n-> h", note="rows may be a strided view",
     ),
 )

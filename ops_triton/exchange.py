@@ -22,9 +22,7 @@ import triton
 import triton.language as tl
 
 from ..compiler.call import Call, Link
-from .launching import INTERPRET
-
-WHOLE, PUBLISH, COLLECT = 0, 1, 2  # PHASE: the whole exchange, or one half of it (for the interpreter)
+from .launching import COLLECT, INTERPRET, PUBLISH, WHOLE
 
 
 def make_table(calls: Sequence[Call], links: Sequence[Link], columns: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:

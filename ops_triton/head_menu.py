@@ -60,14 +60,14 @@ KERNELS: tuple[KernelDef, ...] = (
     KernelDef(id="triton.logits_argmax", entry=HEAD.format("bind"), rows=ROWS, needs=_needs_logits, configs=configs,
               pattern="logits = linear(x, weight)\nkey = argmax_key(logits, rank)\n"
                       "? token = token_of_key(key, positions)\n-> logits, token",
-              scratch=scratch, evidence="not measured yet", note="logits and the greedy choice among them"),
+              scratch=scratch, note="logits and the greedy choice among them"),
     KernelDef(id="triton.argmax_key", entry=HEAD.format("bind_key"), needs=_needs_logit_rows, configs=key_configs,
               pattern="key = argmax_key(logits, rank)\n? token = token_of_key(key, positions)\n-> token",
-              evidence="not measured yet", note="greedy choice among given logits, one block a row"),
+              note="greedy choice among given logits, one block a row"),
     KernelDef(id="triton.token_of_key", entry=HEAD.format("bind_token"),
-              pattern="token = token_of_key(key, positions)\n-> token", evidence="not measured yet",
+              pattern="token = token_of_key(key, positions)\n-> token",
               note="token ids of keys"),
     KernelDef(id="triton.embed", entry=HEAD.format("bind_embed"), needs=_needs_table, configs=embed_configs,
-              pattern="rows = embed(tokens, table, rank)\n-> rows", evidence="not measured yet",
+              pattern="rows = embed(tokens, table, rank)\n-> rows",
               note="rows of the embedding table, zeros where they are on another rank"),
 )

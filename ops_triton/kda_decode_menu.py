@@ -103,9 +103,9 @@ def needs(region: Region) -> str | None:
 
 KERNELS: tuple[KernelDef, ...] = (
     KernelDef(id="triton.kda_decode", pattern=DECODE, entry=ENTRY, rows=ROWS, needs=needs, scratch=scratch,
-              configs=configs, evidence="not measured yet",
+              configs=configs,
               note="gate projection, convolution, delta rule and gated norm of one row a sequence"),
     KernelDef(id="triton.kda_verify", pattern=VERIFY, entry=ENTRY, rows=ROWS, needs=needs, scratch=scratch,
-              configs=configs, evidence="not measured yet",
+              configs=configs,
               note="the same for 2 to 8 rows a sequence, with the accepted rows of the previous step folded in"),
 )

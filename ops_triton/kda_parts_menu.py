@@ -72,21 +72,21 @@ def _conv(name: str, after: str) -> KernelDef:
         pattern="q_act, k_act, v_act, window_next = "
                 f"kda_conv(q, k, v, window, weight_q, weight_k, weight_v, slots, positions{after})\n"
                 "-> q_act, k_act, v_act, window_next",
-        evidence="not measured yet", note="short convolution and SiLU")
+        note="short convolution and SiLU")
 
 
 KERNELS: tuple[KernelDef, ...] = (
     _conv("kda_conv", ""),
     _conv("kda_conv_rows", ", accepted"),
     KernelDef(id="triton.kda_gate", pattern="decay = kda_gate(raw, a_log, dt_bias)\n-> decay", rows=ROWS,
-              entry=ENTRY + "bind_gate", needs=needs_floats, configs=_gate_configs, evidence="not measured yet",
+              entry=ENTRY + "bind_gate", needs=needs_floats, configs=_gate_configs,
               note="log decay"),
     KernelDef(id="triton.kda_delta_rule", rows=ROWS, needs=_needs_rule, configs=_rule_configs,
               pattern=f"o, state_next = kda_delta_rule({ROWS_OF_STEP}, slots, positions)\n-> o, state_next",
-              entry=ENTRY + "bind_rule", evidence="not measured yet", note="one row a sequence"),
+              entry=ENTRY + "bind_rule", note="one row a sequence"),
     KernelDef(id="triton.kda_delta_rule_rows", rows=ROWS, needs=_needs_rule, configs=_rule_configs,
               pattern=f"o, state_next, record_next = kda_verify({ROWS_OF_STEP}, record, slots, positions, accepted)\n"
                       "-> o, state_next, record_next",
-              entry=ENTRY + "bind_rule", scratch=_verify_scratch, evidence="not measured yet",
+              entry=ENTRY + "bind_rule", scratch=_verify_scratch,
               note="the rows of a verify step, after the accepted ones of the step before"),
 )

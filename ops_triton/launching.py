@@ -36,6 +36,9 @@ def await_producers(DEPENDENT_LAUNCH: tl.constexpr):
 # bf16 arithmetic and bf16 tl.dot are silently wrong in Triton's interpreter, so kernels widen their loads there
 INTERPRET = not isinstance(start_dependents, JITFunction)
 
+# PHASE of a kernel whose blocks exchange: the whole exchange, or one half of it (the interpreter runs block by block)
+WHOLE, PUBLISH, COLLECT = 0, 1, 2
+
 
 @dataclass(frozen=True)
 class KernelLaunch:

@@ -7,7 +7,7 @@ chose comes from memory once and then from L2.
 Waits: everything after the wait for the producers: the first loads need ids. gate_up triggers its dependents
 after it, see ``moe_experts.py``.
 Numerics: fp32 products and sums. Bytes of Kimi-Linear (top 8 of 256, D 2304, I 1024) at one row: 113 MB, 28 us.
-Measured: not measured yet.
+Measured: not yet.
 Portable: NVIDIA-only calls are behind DEPENDENT_LAUNCH.
 """
 from __future__ import annotations

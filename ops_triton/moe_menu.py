@@ -165,7 +165,7 @@ def _needs_room(region: Region) -> str | None:
 
 def _define(name: str, entry: str, lines: tuple[str, ...], exports: str, note: str, **more: Any) -> KernelDef:
     return KernelDef(id=f"triton.{name}", pattern="\n".join((*lines, f"-> {exports}")), entry=entry, rows=ROWS,
-                     note=note, evidence="not measured yet", **more)
+                     note=note, **more)
 
 
 def _experts() -> Iterator[KernelDef]:

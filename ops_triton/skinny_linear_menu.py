@@ -130,7 +130,7 @@ def _needs_router(region: Region) -> str | None:
 
 def _define(name: str, pattern: str, needs: Any, note: str) -> KernelDef:
     return KernelDef(id=f"triton.{name}", pattern=pattern, entry=ENTRY, rows=ROWS, needs=needs, scratch=scratch,
-                     configs=configs, note=note, evidence="not measured yet")
+                     configs=configs, note=note)
 
 
 def _front(router: bool, activation: str) -> str:
