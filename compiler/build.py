@@ -11,7 +11,7 @@ from typing import Any
 from .errors import GraphError
 from .ir import Axis, Graph, Node, Value
 from .ops import OPS
-from .recipe import Leaf, Mul, Recipe, shape_of
+from .recipe import Leaf, Mul, Recipe, Reshape, shape_of
 from .spec import Spec
 
 
@@ -137,8 +137,6 @@ def _mix(b: GraphBuilder, stream: Stream, name: str, norm: str, projection: str)
 
 
 def _row(leaf: Leaf) -> Recipe:
-    from .recipe import Reshape
-
     return Reshape((leaf.shape[1],), leaf)
 
 

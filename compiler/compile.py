@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from .arguments import arguments_of
+from .arguments import Arguments, arguments_of
 from .build import build_graph
 from .call import Scratch
 from .cost import cost_model
@@ -21,7 +21,7 @@ from .memory import lay_out
 from .menu import op_kernels
 from .passes.log import Note
 from .passes.merge import merge_projections
-from .passes.shard import OPTIONAL, shard_graph
+from .passes.shard import OPTIONAL, algebra_of, shard_graph
 from .passes.verify import verify
 from .plan import Alternative, Launch, LaunchPlan, PlanChoice, Weight, seal
 from .spec import Spec
@@ -49,8 +49,9 @@ def compile_spec(spec: Spec, kernels: Iterable[KernelDef] = (), tuning: Tuning |
     ))
 
 
-def lower(spec: Spec, choices: dict[str, str]) -> tuple[Graph, list[Note]]:
-    """The graph of one rank, after all algebra."""
+def lower(spec: Spec, choices: dict[str, str] | None = None) -> tuple[Graph, list[Note]]:
+    """The graph of one rank, after all algebra; ``choices`` of None are those of ``spec``, none of them ``auto``."""
+    choices = algebra_of(spec) if choices is None else choices
     graph = verify(build_graph(spec), "build")
     graph, sharding = shard_graph(graph, spec, choices)
     verify(graph, "shard")
@@ -72,13 +73,12 @@ def cover_graph(graph: Graph, spec: Spec, menu: Menu, tuning: Tuning) -> Cover:
 
 def choose_algebra(spec: Spec, menu: Menu, tuning: Tuning) -> tuple[dict[str, str], tuple[Alternative, ...]]:
     """Resolves each ``auto`` by covering all combinations on one layer of each kind, weighted by their number."""
-    wanted = {name: getattr(spec.choices, name) for name, *_ in OPTIONAL}
-    other = {"moe_front": "replicated", "moe_tail": "all_reduce", "mla_front": "replicated"}
+    wanted = algebra_of(spec)
     if spec.parallel.tp == 1:
-        taken = {name: other[name] for name in wanted}
+        taken = {name: whole for name, whole, *_ in OPTIONAL}
         return taken, tuple(Alternative(n, v, "parallel.tp is 1", {}) for n, v in taken.items())
     values = {
-        name: (other[name], split) if wanted[name] == "auto" else (wanted[name],) for name, split, _ in OPTIONAL
+        name: (whole, split) if wanted[name] == "auto" else (wanted[name],) for name, whole, split, _ in OPTIONAL
     }
     names = list(values)
     priced: dict[tuple[str, ...], float] = {}
@@ -139,31 +139,29 @@ def _launches(
     stored: list[PlanChoice] = []
     launches = []
     for choice, workspace in zip(chosen.choices, scratch, strict=True):
-        record = _plan_choice(choice, tuning)
+        region = choice.region
+        last, own = region.nodes[-1], region.kernel.entry.startswith("op:")
+        arguments = Arguments({}, (), {"o0": last.attrs}) if own else arguments_of(region)
+        record = _plan_choice(choice, tuning, arguments)
         index = choices.setdefault(repr(record), len(stored))
         if index == len(stored):
             stored.append(record)
-        region = choice.region
-        last, own = region.nodes[-1], region.kernel.entry.startswith("op:")
-        arguments = None if own else arguments_of(region)
         launches.append(Launch(
             id=_launch_id(region), choice=index, layer=last.layer, stage=last.stage, inputs=region.inputs,
             outputs=region.outputs, nodes=tuple(n.name for n in region.nodes if n.op not in FREE_OPS),
-            results=last.outputs if own else (), names=arguments.names if arguments else {},
-            rest=arguments.rest if arguments else (), scratch={n: t for n, (t, _) in workspace.items()},
+            results=last.outputs if own else (), names=arguments.names,
+            rest=arguments.rest, scratch={n: t for n, (t, _) in workspace.items()},
         ))
     return tuple(stored), tuple(launches)
 
 
-def _plan_choice(choice: Choice, tuning: Tuning) -> PlanChoice:
+def _plan_choice(choice: Choice, tuning: Tuning, arguments: Arguments) -> PlanChoice:
     region = choice.region
-    own = region.kernel.entry.startswith("op:")
-    attrs = {"o0": region.nodes[0].attrs} if own else arguments_of(region).attrs
     setting = tuning.setting(region)
     return PlanChoice(
         kernel=choice.kernel, entry=region.kernel.entry,
         ops=tuple(n.op for n in region.nodes if n.op not in FREE_OPS),
-        attrs={name: dict(a) for name, a in attrs.items()}, config=dict(setting.config),
+        attrs={name: dict(a) for name, a in arguments.attrs.items()}, config=dict(setting.config),
         config_source=setting.source, us=round(choice.cost.us, 3), measured=choice.cost.measured,
         source=choice.cost.source, bytes=choice.cost.bytes, flops=choice.cost.flops,
         losers=tuple((x.kernel, x.us, _short(x.reason)) for x in choice.losers), more_losers=choice.more_losers,

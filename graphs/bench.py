@@ -5,9 +5,7 @@ workspace are shared by all calls, because in a step they are warm. ``tune`` and
 """
 from __future__ import annotations
 
-import gc
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +16,8 @@ from torch import Tensor
 from ..compiler.cost import Traffic, traffic
 from ..compiler.ir import Value
 from ..compiler.kernel import Region
-from ..compiler.ops import OPS
-from .launch import allocate, bind_region, default_config, scratch_of
+from .capture import no_garbage_collection, replay_us
+from .launch import allocate, bind_region, default_config, in_place, scratch_of
 from .load import TORCH_DTYPES
 
 ROTATED_BYTES = 300_000_000  # six times the L2 of an H200 and more than twice that of a GB300
@@ -65,37 +63,10 @@ def time_region(region: Region, config: Mapping[str, Any] | None = None, *, depe
 
 def _replay_us(launches: list[Any], calls: int) -> float:
     graph = torch.cuda.CUDAGraph()
-    gc.collect()
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph):
-            for index in range(calls):
-                launches[index % len(launches)]()
-    finally:
-        if collecting:
-            gc.enable()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times)
-
-
-def in_place(region: Region) -> dict[str, str]:
-    """Output value -> the input value whose storage it updates."""
-    found: dict[str, str] = {}
-    for node in region.nodes:
-        for out, source in OPS[node.op].alias.items():
-            if OPS[node.op].kind != "view":
-                name = node.inputs[source]
-                found[node.outputs[out]] = found.get(name, name)
-    return found
+    with no_garbage_collection(), torch.cuda.graph(graph):
+        for index in range(calls):
+            launches[index % len(launches)]()
+    return replay_us(graph, REPLAYS) / calls
 
 
 def random_inputs(region: Region, device: str) -> dict[str, Tensor]:

@@ -30,16 +30,21 @@ class CapturedStep:
 
     def time_us(self, replays: int = 10) -> float:
         """Median us of a replay, by events."""
-        times = []
-        self.replay()
-        for _ in range(replays):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            self.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) * 1e3)
-        return statistics.median(times)
+        return replay_us(self.graph, replays)
+
+
+def replay_us(graph: Any, replays: int) -> float:
+    """Median us of a replay of a CUDA graph, by events, after one to warm up."""
+    times = []
+    graph.replay()
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
 
 
 @contextmanager

@@ -76,3 +76,14 @@ def allocate(wanted: Scratch, device: torch.device | str) -> torch.Tensor:
     """Workspace as asked for; what need not be zero is left as it comes."""
     make = torch.zeros if wanted.zeroed else torch.empty
     return make(wanted.shape, dtype=TORCH_DTYPES[wanted.dtype], device=device)
+
+
+def in_place(region: Region) -> dict[str, str]:
+    """Output value -> the input value whose storage it updates."""
+    found: dict[str, str] = {}
+    for node in region.nodes:
+        for out, source in OPS[node.op].alias.items():
+            if OPS[node.op].kind != "view":
+                name = node.inputs[source]
+                found[node.outputs[out]] = found.get(name, name)
+    return found

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..compiler.recipe import Recipe, leaves, shape_of
 from .boxes import Box
-from .load import TORCH_DTYPES, Loadable, TensorInfo, load_weights, stored_tensors
+from .load import TORCH_DTYPES, Loadable, TensorInfo, stored_tensors
 
 # name ending -> (mean, standard deviation); every other float tensor is a matrix: 0, 1/sqrt(columns)
 NORMAL: tuple[tuple[str, float, float], ...] = (
@@ -104,11 +104,3 @@ def fill(out: Tensor, name: str, seed: int) -> Tensor:
     plain = (0.0, out.shape[-1] ** -0.5)
     mean, deviation = next(((m, d) for pattern, m, d in NORMAL if re.search(pattern, name)), plain)
     return out.normal_(mean, deviation, generator=generator)
-
-
-def load_random_weights(
-    weights: Mapping[str, Loadable], rank: int = 0, *, seed: int = 0, device: str | torch.device = "cpu"
-) -> dict[str, Tensor]:
-    """``load_weights`` from a ``RandomSource``: the weights of one rank, made on ``device``."""
-    source = RandomSource.of([weight.recipe for weight in weights.values()], seed, device)
-    return load_weights(source, weights, rank, device=device)

@@ -29,7 +29,10 @@ class Report:
 
 def check_checkpoint(plan: LaunchPlan, folder: str | Path) -> str:
     """Raises CheckpointError with everything that is wrong, or says how much is right."""
-    checkpoint = Checkpoint(folder)
+    return _check(plan, Checkpoint(folder), folder)
+
+
+def _check(plan: LaunchPlan, checkpoint: Checkpoint, folder: str | Path) -> str:
     recipes = {name: weight.recipe for name, weight in plan.weights.items()}
     checkpoint.check(recipes, ignore=(*NOT_DECODED, *_other_layers(plan)))
     return f"{folder}: ok, {len(checkpoint.tensors)} tensors, {len(recipes)} weights can be made"
@@ -44,8 +47,8 @@ def run_plan(plan: LaunchPlan, folder: str | Path, count: int, prompts: Sequence
     texts = _prompts(plan, prompts)
     if max(b.bytes for b in plan.buffers.values()) < SMALL_WEIGHT:
         torch.set_num_threads(1)
-    lines = [check_checkpoint(plan, folder)]
     checkpoint = Checkpoint(folder)
+    lines = [_check(plan, checkpoint, folder)]
     started = time.perf_counter()
     executable = bind(plan, checkpoint, progress=True)
     lines.append(f"bound plan {plan.key} to {len(executable.ranks)} rank{'s' if len(executable.ranks) > 1 else ''} "

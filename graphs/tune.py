@@ -19,13 +19,13 @@ from ..compiler.compile import lower
 from ..compiler.covering.match import find_regions
 from ..compiler.device import load_device
 from ..compiler.kernel import KernelDef, Menu, Region
+from ..compiler.passes.shard import OPTIONAL
 from ..compiler.spec import Spec
 from ..compiler.tuning import Tuned, shape_key
 from .bench import time_region
 
 # both forms of the algebra, so that the planner can price either
-FORMS = ({"moe_front": "replicated", "moe_tail": "all_reduce", "mla_front": "replicated"},
-         {"moe_front": "sharded", "moe_tail": "stripe", "mla_front": "sharded"})
+FORMS = ({name: whole for name, whole, *_ in OPTIONAL}, {name: split for name, _, split, _ in OPTIONAL})
 ROWS = ((1, 1), (1, 8), (8, 1), (64, 1))  # sequences, verify rows
 
 

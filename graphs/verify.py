@@ -38,8 +38,7 @@ class Finding:
 def verify_launches(executable: Executable) -> list[Finding]:
     """Runs one step of rank 0 and returns a finding for each launch, in order."""
     plan = executable.plan
-    picked = {name: getattr(plan.spec.choices, name) for name in ("moe_front", "moe_tail", "mla_front")}
-    graph, _ = lower(plan.spec, picked)
+    graph, _ = lower(plan.spec)
     nodes = {node.name: node for node in graph.nodes}
     views = {node.outputs[0]: node for node in graph.nodes if OPS[node.op].kind == "view"}
     rank, findings = executable.ranks[0], []

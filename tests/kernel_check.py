@@ -23,9 +23,9 @@ from k3plan.compiler.kernel import KernelDef, Menu, Region
 from k3plan.compiler.model import ModelConfig
 from k3plan.compiler.ops import OPS
 from k3plan.compiler.passes.merge import merge_projections
-from k3plan.compiler.passes.shard import shard_graph
+from k3plan.compiler.passes.shard import algebra_of, shard_graph
 from k3plan.compiler.spec import Choices, Numerics, Parallel, Spec, Step
-from k3plan.graphs.launch import allocate, bind_region, default_config, scratch_of
+from k3plan.graphs.launch import allocate, bind_region, default_config, in_place, scratch_of
 from k3plan.graphs.load import TORCH_DTYPES
 from k3plan.graphs.make_checkpoint import TINY
 
@@ -76,7 +76,7 @@ class Setting:
             step=Step(self.sequences, self.query, 48, 16, ("tokens", "logits")), gpu="h200", numerics=self.numerics,
             profile="fused", choices=self.choices, buckets=(self.sequences,),
         )
-        picked = {name: getattr(self.choices, name) for name in ("moe_front", "moe_tail", "mla_front")}
+        picked = algebra_of(self)
         return merge_projections(shard_graph(build_graph(spec), spec, picked)[0])[0]
 
 
@@ -340,7 +340,7 @@ def check(case: Case, device: str = "cpu", launches: int = 2) -> None:
         for name, fresh in make_inputs(region, case.setting, seed, device).items():
             tensors[name].copy_(fresh)
         for name in region.outputs:
-            if name not in _in_place(region):
+            if name not in in_place(region):
                 _poison(tensors[name])
         before = {name: tensors[name].clone() for name in region.inputs}
         launch()
@@ -355,19 +355,8 @@ def _poison(tensor: Tensor) -> None:
     tensor.fill_(torch.nan if tensor.dtype.is_floating_point else -(2**30) if tensor.dtype != torch.uint8 else 255)
 
 
-def _in_place(region: Region) -> dict[str, str]:
-    """Output value -> the input value whose storage it updates."""
-    found: dict[str, str] = {}
-    for node in region.nodes:
-        for out, source in OPS[node.op].alias.items():
-            if OPS[node.op].kind != "view":
-                name = node.inputs[source]
-                found[node.outputs[out]] = found.get(name, name)
-    return found
-
-
 def _outputs(region: Region, inputs: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:
-    shared = _in_place(region)
+    shared = in_place(region)
     found = {}
     for name in region.outputs:
         value = region.graph.values[name]
@@ -377,7 +366,7 @@ def _outputs(region: Region, inputs: Mapping[str, Tensor], device: str) -> dict[
 
 
 def _compare(case: Case, before: Mapping[str, Tensor], tensors: Mapping[str, Tensor], seed: int) -> None:
-    region, shared = case.region, _in_place(case.region)
+    region, shared = case.region, in_place(case.region)
     exact = evaluate(region, before, rounded=False)
     chain = evaluate(region, before, rounded=True)
     for name in region.outputs:

@@ -9,7 +9,7 @@ from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.kernel import KernelDef, Menu, Region
 from k3plan.compiler.ops import OPS
 from k3plan.compiler.passes.merge import merge_projections
-from k3plan.compiler.passes.shard import shard_graph
+from k3plan.compiler.passes.shard import algebra_of, shard_graph
 from k3plan.compiler.spec import Choices, Numerics, Parallel, Spec, Step
 
 # every kind of layer, and every number of finished blocks
@@ -49,7 +49,7 @@ def real_regions(rows: tuple[tuple[int, int], ...] = ROWS) -> list[tuple[str, Re
 
 def regions_of(spec: Spec, kernels: tuple[KernelDef, ...]) -> list[Region]:
     """Where ``kernels`` fit in the step of ``spec``, collectives left out."""
-    picked = {name: getattr(spec.choices, name) for name in ("moe_front", "moe_tail", "mla_front")}
+    picked = algebra_of(spec)
     graph = merge_projections(shard_graph(build_graph(replace(spec, layers=spec.layers)), spec, picked)[0])[0]
     regions, _ = find_regions(graph, Menu(kernels), arch="sm_90", rows=spec.step.rows)
     return [region for region in regions if all(OPS[node.op].kind != "comm" for node in region.nodes)]

@@ -17,12 +17,17 @@ from .log import Note
 
 ALWAYS = ("vocabulary", "KDA heads", "attention heads", "dense intermediate", "shared expert intermediate")
 EXPERTS = {"tp": ("expert intermediate",), "ep": ("experts",)}
-# algebra choice, its splitting alternative, the dimensions it splits
+# algebra choice, its whole and its splitting alternative, the dimensions that the latter splits
 OPTIONAL = (
-    ("moe_front", "sharded", ("router rows", "latent down rows")),
-    ("moe_tail", "stripe", ("latent up rows",)),
-    ("mla_front", "sharded", ("MLA front rows",)),
+    ("moe_front", "replicated", "sharded", ("router rows", "latent down rows")),
+    ("moe_tail", "all_reduce", "stripe", ("latent up rows",)),
+    ("mla_front", "replicated", "sharded", ("MLA front rows",)),
 )
+
+
+def algebra_of(spec: Spec) -> dict[str, str]:
+    """The algebra choices of ``spec`` by name."""
+    return {name: getattr(spec.choices, name) for name, *_ in OPTIONAL}
 
 
 def split_axes(spec: Spec, choices: dict[str, str]) -> frozenset[str]:
@@ -30,7 +35,7 @@ def split_axes(spec: Spec, choices: dict[str, str]) -> frozenset[str]:
     if spec.parallel.tp == 1:
         return frozenset()
     names = {*ALWAYS, *EXPERTS[spec.parallel.experts]}
-    for choice, alternative, axes in OPTIONAL:
+    for choice, _, alternative, axes in OPTIONAL:
         if choices[choice] == alternative:
             names.update(axes)
     return frozenset(names)
@@ -58,7 +63,7 @@ def shard_graph(graph: Graph, spec: Spec, choices: dict[str, str]) -> tuple[Grap
 def _why(spec: Spec, choices: dict[str, str]) -> list[tuple[str, str]]:
     found = [(name, "always split") for name in ALWAYS]
     found += [(name, f"parallel.experts: {spec.parallel.experts}") for name in EXPERTS[spec.parallel.experts]]
-    for choice, alternative, axes in OPTIONAL:
+    for choice, _, alternative, axes in OPTIONAL:
         if choices[choice] == alternative:
             found += [(axis, f"choices.{choice}: {alternative}") for axis in axes]
     return found

@@ -14,7 +14,7 @@ from k3plan.compiler.errors import BindError, CheckpointError, GraphError
 from k3plan.compiler.recipe import Cat, Leaf, Mul, Recipe, Reshape, Shard, Slice, StackLeaf, shape_of
 from k3plan.graphs.boxes import Box, cover, reshaped, sizes, span
 from k3plan.graphs.load import StateDictSource, Weight, load_state_dict_weights, load_weights
-from k3plan.graphs.random_weights import RandomSource, load_random_weights
+from k3plan.graphs.random_weights import RandomSource
 
 RANKS = 4
 
@@ -228,7 +228,7 @@ def test_random_tensors_depend_on_seed_and_name_and_agree_over_ranks() -> None:
     assert not torch.equal(one.whole("a.weight"), two.whole("a.weight"))
     assert not torch.equal(one.whole("a.weight"), one.whole("b.weight"))
     recipe = Shard(0, RANKS, Leaf(("a.weight",), shape, "bf16"))
-    pieces = [load_random_weights({"w": Weight(recipe, "bf16")}, r, seed=1)["w"] for r in range(RANKS)]
+    pieces = [load_weights(RandomSource.of([recipe], 1), {"w": Weight(recipe, "bf16")}, r)["w"] for r in range(RANKS)]
     assert torch.equal(torch.cat(pieces), one.whole("a.weight"))
 
 
