@@ -40,6 +40,7 @@ import triton
 import triton.language as tl
 
 from ..compiler.call import Call
+from .activations import sigmoid
 from .kda_decode_menu import QUERY, TAPS, private_rows
 from .launching import INTERPRET, KernelLaunch, await_producers, launch_options, row_stride, start_dependents
 
@@ -53,13 +54,8 @@ class Config:
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
 def _silu(x):
-    return x * _sigmoid(x)
+    return x * sigmoid(x)
 
 
 @triton.jit
@@ -68,7 +64,7 @@ def _log_decay(x, rate, LOWER_BOUND: tl.constexpr):
     if LOWER_BOUND is None:
         return -rate * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
     else:
-        return LOWER_BOUND * _sigmoid(rate * x)
+        return LOWER_BOUND * sigmoid(rate * x)
 
 
 @triton.jit
@@ -196,7 +192,7 @@ def _decode(f_a, f_b, q, k, v, gate, beta, window, weight_q, weight_k, weight_v,
         x_q = tl.load(q + row * STRIDE_Q + column)
         x_k = tl.load(k + row * STRIDE_K + column)
         x_v = tl.load(v + row * STRIDE_V + value)
-        strength = _sigmoid(tl.load(beta + row * STRIDE_BETA + head).to(tl.float32))
+        strength = sigmoid(tl.load(beta + row * STRIDE_BETA + head).to(tl.float32))
         live = tl.load(positions + row) >= 0
         # last, because all loads above start before it is waited for
         x_low = tl.load(f_a + row * STRIDE_F_A + row16[None, :] * 0 + low[:, None], mask=(row16 < 1)[None, :],
@@ -231,7 +227,7 @@ def _decode(f_a, f_b, q, k, v, gate, beta, window, weight_q, weight_k, weight_v,
                 tl.store(arrivals + row * HEADS + head, 0)
             else:
                 whole = out
-            normed = whole * tl.rsqrt(tl.sum(whole * whole, axis=0) / D + EPS) * scale * _sigmoid(x_gate)
+            normed = whole * tl.rsqrt(tl.sum(whole * whole, axis=0) / D + EPS) * scale * sigmoid(x_gate)
             tl.store(y + row * STRIDE_Y + column, tl.where(live, normed, 0.0).to(y.dtype.element_ty))
             _push_row(window, column, x_q, CHANNELS)
             _push_row(window, P + column, x_k, CHANNELS)
@@ -403,7 +399,7 @@ def _verify(f_a, f_b, q, k, v, gate, beta, window, weight_q, weight_k, weight_v,
             q_next, k_next, d_next, v_next, b_next = _private_row(
                 private, beta, index, part_index, t + 1 if t + 1 < L else t, L, D, V, STRIDE_BETA)
             current = current * decay[None, :]
-            error = _sigmoid(strength) * (target - tl.sum(current * key[None, :], axis=1))
+            error = sigmoid(strength) * (target - tl.sum(current * key[None, :], axis=1))
             current += error[:, None] * key[None, :]
             out = tl.sum(current * query[None, :], axis=1)
             _store_sums(mixed + ((first_row + t) * P + value) * 4, out, error, index)
@@ -421,7 +417,7 @@ def _verify(f_a, f_b, q, k, v, gate, beta, window, weight_q, weight_k, weight_v,
             if SPLITS > 1:
                 tl.store(arrivals + sequence * HEADS + head, 0)
             normed = whole * tl.rsqrt(tl.sum(whole * whole, axis=1) / D + EPS)[:, None] * scale[None, :]
-            normed = tl.where(live[:, None], normed * _sigmoid(x_gate.to(tl.float32)), 0.0)
+            normed = tl.where(live[:, None], normed * sigmoid(x_gate.to(tl.float32)), 0.0)
             tl.store(y + row[:, None] * STRIDE_Y + column[None, :], normed.to(y.dtype.element_ty), mask=inside)
             _push_rows(window, column, kept, x_q, row, L, CHANNELS)
             _push_rows(window, P + column, kept, x_k, row, L, CHANNELS)

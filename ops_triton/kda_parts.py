@@ -29,10 +29,10 @@ import triton
 import triton.language as tl
 
 from ..compiler.call import Call
+from .activations import sigmoid
 from .kda_parts_menu import QUERY, TAPS
 from .launching import KernelLaunch, await_producers, launch_options, row_stride, start_dependents
 from .pointwise import Config as GateConfig
-from .pointwise import sigmoid
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 
 from ..compiler.call import Call, Launch
+from .activations import NONE, SILU, SITU, activate
 from .launching import KernelLaunch, await_producers, launch_options, row_stride, start_dependents
-from .moe_tiles import NONE, SILU, SITU, activate, first_expert
+from .moe_tiles import first_expert
 
 
 @dataclass(frozen=True)

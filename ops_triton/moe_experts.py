@@ -39,14 +39,11 @@ import triton
 import triton.language as tl
 
 from ..compiler.call import Call, Launch
+from .activations import NONE, SILU, SITU, activate
 from .launching import KernelLaunch, launch_options, row_stride
 from .moe_menu import span_and_depth, together
 from .moe_tiles import (
-    NONE,
     PORTABLE,
-    SILU,
-    SITU,
-    activate,
     dot_groups,
     dot_groups_of_two,
     first_expert,

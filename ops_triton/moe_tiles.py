@@ -19,9 +19,6 @@ import triton.language as tl
 
 from .launching import INTERPRET
 
-NONE, SITU, SILU = 0, 1, 2  # ACTIVATION
-
-
 # whether kernels must do without NVIDIA's assembly
 PORTABLE = INTERPRET or torch.version.hip is not None
 
@@ -204,26 +201,3 @@ def load_activations(at, mask, LANES: tl.constexpr, ROUND: tl.constexpr, PORTABL
     d0, d1, d2, d3 = split_four(p3[None, :, :], 1, LANES)
     pairs = (a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3)
     return pairs, _power_of_two(exponent)[None, :]
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _tanh(x):
-    # the series keeps the relative accuracy of small arguments; exp(-2|x|) cannot overflow
-    e = tl.exp(-2.0 * tl.abs(x))
-    large = (1.0 - e) / (1.0 + e)
-    t = x * x
-    small = x * (1.0 - t * (1.0 / 3.0 - t * (2.0 / 15.0 - t * (17.0 / 315.0))))
-    return tl.where(tl.abs(x) < 0.25, small, tl.where(x < 0, -large, large))
-
-
-@triton.jit
-def activate(gate, up, ACTIVATION: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
-    """SiTU or SiLU of ``gate``, times (bounded) ``up``, in fp32."""
-    if ACTIVATION == 1:
-        return BETA * _tanh(gate / BETA) * _sigmoid(gate) * (LINEAR_BETA * _tanh(up / LINEAR_BETA))
-    return gate * _sigmoid(gate) * up

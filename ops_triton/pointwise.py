@@ -24,10 +24,11 @@ import triton
 import triton.language as tl
 
 from ..compiler.call import Call
+from .activations import SILU, SITU, activate, sigmoid
 from .launching import KernelLaunch, await_producers, launch_options, row_stride, start_dependents
 from .pointwise_menu import power_of_two
 
-SITU, SILU, SIGMOID, SUM = 0, 1, 2, 3  # FORM
+SIGMOID, SUM = 3, 4  # FORM, after those of ``activate``
 
 
 @dataclass(frozen=True)
@@ -56,21 +57,6 @@ class CombineConfig:
 
 
 @triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def tanh(x):
-    e = tl.exp(-2.0 * tl.abs(x))
-    big = (1.0 - e) / (1.0 + e)
-    square = x * x
-    # below 1/4 the difference above loses digits; the series is exact to 1e-6 there
-    small = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    return tl.where(tl.abs(x) < 0.25, small, tl.where(x < 0, -big, big))
-
-
-@triton.jit
 def _two_operands(left_ptr, right_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE_LEFT: tl.constexpr,
                   STRIDE_RIGHT: tl.constexpr, STRIDE_Y: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
                   FORM: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
@@ -81,11 +67,9 @@ def _two_operands(left_ptr, right_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.co
     await_producers(DEPENDENT_LAUNCH)
     left = tl.load(left_ptr + row * STRIDE_LEFT + column, mask=real, other=0.0).to(tl.float32)
     right = tl.load(right_ptr + row * STRIDE_RIGHT + column, mask=real, other=0.0).to(tl.float32)
-    if FORM == 0:
-        y = BETA * tanh(left / BETA) * sigmoid(left) * (LINEAR_BETA * tanh(right / LINEAR_BETA))
-    elif FORM == 1:
-        y = left * sigmoid(left) * right
-    elif FORM == 2:
+    if FORM < 3:
+        y = activate(left, right, FORM, BETA, LINEAR_BETA)
+    elif FORM == 3:
         y = left * sigmoid(right)
     else:
         y = left + right

@@ -30,10 +30,9 @@ import triton
 import triton.language as tl
 
 from ..compiler.call import Call, Launch
+from .activations import NONE, SILU, SITU, activate
 from .launching import INTERPRET, KernelLaunch, await_producers, launch_options, row_stride, start_dependents
 from .skinny_linear_menu import count_tiles, padded_rows
-
-SITU, SILU = 1, 2  # ACTIVATION; 0 is none
 
 
 @dataclass(frozen=True)
@@ -46,28 +45,6 @@ class Config:
     split: int = 1
     warps: int = 4
     stages: int = 1
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _tanh(x):
-    # 2 sigmoid(2x) - 1 loses the small end; this form keeps relative accuracy and cannot overflow
-    e = tl.exp(-2.0 * tl.abs(x))
-    big = (1.0 - e) / (1.0 + e)
-    square = x * x
-    small = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    return tl.where(tl.abs(x) < 0.25, small, tl.where(x < 0, -big, big))
-
-
-@triton.jit
-def _activate(gate, up, ACTIVATION: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
-    if ACTIVATION == 1:
-        return BETA * _tanh(gate / BETA) * _sigmoid(gate) * (LINEAR_BETA * _tanh(up / LINEAR_BETA))
-    return gate * _sigmoid(gate) * up
 
 
 @triton.jit
@@ -108,7 +85,7 @@ def _store(acc, tile, rows, real, logits_ptr, f_ptr, a_ptr, y_ptr, other_ptr,
         if ACTIVATION != 0:
             if tile >= TILES_ROUTER + TILES_PLAIN:
                 gate, up = tl.split(tl.reshape(acc, (MP, R // 2, 2)))
-                a = _activate(gate, up, ACTIVATION, BETA, LINEAR_BETA)
+                a = activate(gate, up, ACTIVATION, BETA, LINEAR_BETA)
                 pair = (tile - TILES_ROUTER - TILES_PLAIN) * (R // 2) + tl.arange(0, R // 2)
                 at = a_ptr + m[:, None] * STRIDE_A + pair[None, :]
                 tl.store(at, a.to(a_ptr.dtype.element_ty), mask=(m < M)[:, None] & (pair < PAIRS)[None, :])
@@ -260,6 +237,6 @@ def _epilogue(call: Call) -> dict[str, Any]:
     beta = (activation or {}).get("beta", 1.0)
     return {
         "HAS_F": call.get("f") is not None, "ADD": "y" in call.attrs,
-        "ACTIVATION": 0 if activation is None else SITU if "beta" in activation else SILU,
+        "ACTIVATION": NONE if activation is None else SITU if "beta" in activation else SILU,
         "BETA": beta, "LINEAR_BETA": (activation or {}).get("linear_beta", 1.0),
     }
