@@ -153,6 +153,7 @@ def _reasons(plan: LaunchPlan, launches: list[Launch]) -> str:
         f"{launch.id}{more}: {choice.kernel}", f"  computes {' + '.join(choice.ops)}",
         f"  {how} {choice.us:.2f} us, floor {floor_us(choice, device):.2f} us "
         f"({size(choice.bytes)}, {choice.flops / 1e6:.1f} Mflop); {choice.source}",
+        f"  on stream {launch.stream}, starts {'with' if launch.dependent else 'after'} the launch before it",
         *([f"  configuration {dict(choice.config)}: {choice.config_source}"] if choice.config else []),
         *(f"  reads  {_tensor(plan, n)}" for n in launch.inputs),
         *(f"  writes {_tensor(plan, n)}" for n in launch.outputs),
@@ -219,6 +220,12 @@ def _change(old: LaunchPlan, new: LaunchPlan, a: Launch | None, b: Launch | None
         return f"{x.kernel} {x.us:.2f} us -> {y.kernel} {y.us:.2f} us"
     if x.config != y.config:
         return f"{x.kernel} re-tiled {dict(x.config)} -> {dict(y.config)}, {x.us:.2f} -> {y.us:.2f} us"
+    if (a.stream, a.dependent) != (b.stream, b.dependent):
+        return f"stream {a.stream}{_early(a)} -> stream {b.stream}{_early(b)}"
     if abs(x.us - y.us) >= 0.005:
         return f"{x.kernel} {x.us:.2f} -> {y.us:.2f} us"
     return ""
+
+
+def _early(launch: Launch) -> str:
+    return " early" if launch.dependent else ""

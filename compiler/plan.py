@@ -58,6 +58,7 @@ class Launch:
     rest: tuple[str, ...] = ()
     scratch: Mapping[str, str] = field(default_factory=dict)
     stream: int = 0
+    dependent: bool = False  # programmatic edge: may start before the launch before it in its stream has ended
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def _call(choice: PlanChoice, launch: Launch, rank: Rank, ranks: int) -> Call:
                         "  fix: compile with --set target.gpu=cpu")
     scratch = {name: rank.tensors[tensor] for name, tensor in launch.scratch.items()}
     return make_call(Arguments(launch.names, launch.rest, choice.attrs), rank.tensors, scratch=scratch,
-                     config=choice.config, ranks=ranks)
+                     config=choice.config, dependent_launch=launch.dependent, ranks=ranks)
 
 
 def _compute(choice: PlanChoice, launch: Launch, rank: Rank, name: str) -> Callable[[], None]:

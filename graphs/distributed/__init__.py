@@ -1,0 +1,1 @@
+"""One process a GPU: symmetric memory, rank agreement, and the torch.distributed fallback."""

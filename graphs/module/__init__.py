@@ -1,0 +1,1 @@
+"""The drop-in torch module and the operators registered with torch.library."""
