@@ -56,26 +56,41 @@ def cost_model(device: Device, tuning: Tuning, ranks: int) -> Callable[[Region],
     """The planner's price of a region on ``device`` in a step on ``ranks`` ranks."""
 
     def price(region: Region) -> Cost:
-        counted = traffic(region)
+        counted, setting = traffic(region), tuning.setting(region)
         moved = counted.cold + counted.warm
-        tuned = tuning.setting(region).measured
-        if tuned is not None:
-            return Cost(tuned.us, moved, counted.flops, True, tuned.source)
+        if setting.measured is not None:
+            return Cost(setting.measured.us, moved, counted.flops, True, setting.measured.source)
         measured = device.measured.get((region.kernel.id, shape_key(region)))
         if measured is not None:
             return Cost(measured[0], moved, counted.flops, True, measured[1])
-        us = device["ramp_us"] if counted.cold > COLD_BYTES else device["boundary_us"]
-        us += counted.cold / device["bandwidth_gbs"] / 1e3 + counted.warm / device["warm_bandwidth_gbs"] / 1e3
-        us = max(us, device["boundary_us"] + counted.flops / device["matrix_tflops"] / 1e6)
-        if region.kernel.entry == "op:linear":
-            us /= device["library_product_share"]
-        launches = torch_launches(region) if device.arch != "cpu" else 1
-        us += (launches - 1) * device["boundary_us"] + _links_us(device, region, ranks)
-        several = f"{launches} kernels of torch, " if launches > 1 else ""
-        source = f"model of {device.name}: {several}ramp or boundary, then bytes"
+        us, source = model_us(device, region, ranks), f"model of {device.name}: {_terms(device, region)}"
+        if setting.near is not None and setting.near.model_us:
+            factor = max(1.0, setting.near.us / setting.near.model_us)
+            us, source = us * factor, f"{source}, x {factor:.2f} as at the nearest measured shape"
         return Cost(us, moved, counted.flops, False, source)
 
     return price
+
+
+def model_us(device: Device, region: Region, ranks: int) -> float:
+    """Time of a region by the device table alone, in us."""
+    counted = traffic(region)
+    us = device["ramp_us"] if counted.cold > COLD_BYTES else device["boundary_us"]
+    us += counted.cold / device["bandwidth_gbs"] / 1e3 + counted.warm / device["warm_bandwidth_gbs"] / 1e3
+    us = max(us, device["boundary_us"] + counted.flops / device["matrix_tflops"] / 1e6)
+    if region.kernel.entry == "op:linear":
+        us /= device["library_product_share"]
+    return us + (_launches(device, region) - 1) * device["boundary_us"] + _links_us(device, region, ranks)
+
+
+def _launches(device: Device, region: Region) -> int:
+    return torch_launches(region) if device.arch != "cpu" else 1
+
+
+def _terms(device: Device, region: Region) -> str:
+    launches = _launches(device, region)
+    several = f"{launches} kernels of torch, " if launches > 1 else ""
+    return f"{several}ramp or boundary, then bytes"
 
 
 def _links_us(device: Device, region: Region, ranks: int) -> float:

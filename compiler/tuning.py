@@ -2,7 +2,7 @@
 
 Tables are files beside the kernels (``ops_triton/tuned/<gpu>.json``), filled by ``k3plan tune``, never at run
 time. A shape that is not in the table takes the configuration of the nearest one, and the plan says so; its time
-is then predicted, not measured.
+is then predicted, by the model and by how far the model was off at that nearest shape.
 """
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ class Tuned:
     config: Mapping[str, Any]
     us: float
     source: str  # GPU, versions and date of the measurement
+    model_us: float | None = None  # what the cost model said of this shape when it was timed
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The configuration that a launch gets and why; ``measured`` when the very shape was timed."""
+    """The configuration that a launch gets and why; ``measured`` when the very shape was timed, else ``near`` is the
+    line of the nearest shape, if any."""
 
     config: Mapping[str, Any]
     source: str
     measured: Tuned | None = None
+    near: Tuned | None = None
 
 
 def shape_key(region: Region) -> str:
@@ -72,7 +75,7 @@ class Tuning:
             return Setting(exact.config, f"tuned at this shape; {exact.source}", exact)
         near = min(self._by_kernel.get(region.kernel.id, ()), key=lambda t: distance(t.key, key), default=None)
         if near is not None and near.config in candidates and distance(near.key, key) < math.inf:
-            return Setting(near.config, f"tuned at the nearest shape {near.key}")
+            return Setting(near.config, f"tuned at the nearest shape {near.key}", near=near)
         return Setting(candidates[0], "first candidate, not tuned" if candidates[0] else "")
 
 

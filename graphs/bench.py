@@ -41,9 +41,12 @@ class Timing:
         return ramp_us + (self.traffic.cold + self.traffic.warm) / gbs / 1e3
 
 
-def time_region(region: Region, config: Mapping[str, Any] | None = None, *, dependent_launch: bool = False,
+def time_region(region: Region, config: Mapping[str, Any] | None = None, *, dependent_launch: bool = True,
                 rotated_bytes: int = ROTATED_BYTES, device: str = "cuda") -> Timing:
-    """Times the kernel of ``region`` with random contents. Raises what binding or launching it raises."""
+    """Times the kernel of ``region`` with random contents. Raises what binding or launching it raises.
+
+    With ``dependent_launch``, as in a plan, calls overlap at their ends: a call's time is what it adds to a chain.
+    """
     config = default_config(region) if config is None else dict(config)
     shared = random_inputs(region, device)
     cold = {name: t for name, t in shared.items() if region.graph.values[name].role in COLD_ROLES}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..compiler.compile import lower
+from ..compiler.cost import model_us
 from ..compiler.covering.match import find_regions
 from ..compiler.device import load_device
 from ..compiler.kernel import KernelDef, Menu, Region
@@ -36,28 +37,30 @@ class Job:
     region: Region
     key: str
     configs: tuple[dict[str, Any], ...]
+    model_us: float
 
 
 def jobs(spec: Spec, kernels: Iterable[KernelDef], rows: Sequence[tuple[int, int]] = ROWS) -> list[Job]:
     """Every kernel of ``kernels`` at every different shape of ``spec``, for each number of rows."""
-    menu, arch = Menu(kernels), load_device(spec.gpu).arch
+    menu, device = Menu(kernels), load_device(spec.gpu)
     found: dict[tuple[str, str], Job] = {}
     for sequences, query in rows:
         sized = replace(spec, step=replace(spec.step, sequences=sequences, query=query))
         for form in FORMS if spec.parallel.tp > 1 else FORMS[:1]:
             graph, _ = lower(sized, form)
-            regions, _ = find_regions(graph, menu, arch=arch, rows=sized.step.rows)
+            regions, _ = find_regions(graph, menu, arch=device.arch, rows=sized.step.rows)
             for region in regions:
                 key = shape_key(region)
                 if (region.kernel.id, key) not in found:
                     configs = region.kernel.configs(region) if region.kernel.configs else [{}]
-                    found[region.kernel.id, key] = Job(region, key, tuple(map(dict, configs)))
+                    model = model_us(device, region, 1)
+                    found[region.kernel.id, key] = Job(region, key, tuple(map(dict, configs)), model)
     return list(found.values())
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The timings of one job: us by configuration, or why it did not run."""
+    """The timings of one job: us by configuration (none when the process died), and why some did not run."""
 
     job: Job
     us: tuple[float | None, ...]
@@ -65,36 +68,28 @@ class Outcome:
 
     @property
     def best(self) -> tuple[float, dict[str, Any]] | None:
-        timed = [(us, config) for us, config in zip(self.us, self.job.configs, strict=True) if us is not None]
+        timed = [(us, config) for us, config in zip(self.us, self.job.configs) if us is not None]  # noqa: B905
         return min(timed, key=lambda pair: pair[0]) if timed else None
 
 
-def tune(todo: Sequence[Job], *, seconds: float = float("inf"), say: Callable[[str], None] = print,
-         time_one: Callable[..., Any] = time_region) -> Iterator[Outcome]:
-    """Times jobs in order until ``seconds`` are spent. A configuration that fails is told, not fatal."""
-    started = time.perf_counter()
-    for job in todo:
-        if time.perf_counter() - started > seconds:
-            say(f"time is up: {job.region.kernel.id} and what follows were not timed")
-            return
-        times: list[float | None] = []
-        failures = []
-        for config in job.configs:
-            try:
-                times.append(time_one(job.region, config).us)
-            except Exception as error:  # a configuration may ask for more than the chip has
-                times.append(None)
-                failures.append(f"{config}: {type(error).__name__} {str(error)[:200]}")
-        outcome = Outcome(job, tuple(times), tuple(failures))
-        say(describe(outcome))
-        yield outcome
+def time_job(job: Job, time_one: Callable[..., Any] = time_region) -> Outcome:
+    """Times every configuration of a job. One that fails is told, not fatal; a fault ends the process."""
+    times: list[float | None] = []
+    failures = []
+    for config in job.configs:
+        try:
+            times.append(time_one(job.region, config).us)
+        except Exception as error:  # a configuration may ask for more than the chip has
+            times.append(None)
+            failures.append(f"{config}: {type(error).__name__} {str(error)[:200]}")
+    return Outcome(job, tuple(times), tuple(failures))
 
 
 def describe(outcome: Outcome) -> str:
     """One line: kernel, shape, fastest time and configuration, how many failed."""
     best, failed = outcome.best, len(outcome.failures)
-    note = f", {failed} of {len(outcome.us)} failed: {outcome.failures[0]}" if failed else ""
-    text = f"{best[0]:8.2f} us {best[1]}" if best else "   no time"
+    note = f", {failed} of {len(outcome.job.configs)} failed: {outcome.failures[0]}" if failed else ""
+    text = f"{best[0]:8.2f} us (model {outcome.job.model_us:.2f}) {best[1]}" if best else "   no time"
     return f"{text}  {outcome.job.region.kernel.id} {outcome.job.key}{note}"
 
 
@@ -105,7 +100,7 @@ def table(outcomes: Iterable[Outcome], source: str) -> str:
         if outcome.best:
             us, config = outcome.best
             lines.append({"kernel": outcome.job.region.kernel.id, "key": outcome.job.key, "config": config,
-                          "us": round(us, 3)})
+                          "us": round(us, 3), "model_us": round(outcome.job.model_us, 3)})
     lines.sort(key=lambda line: (line["kernel"], line["key"]))
     body = ",\n".join("  " + json.dumps(line) for line in lines)
     return f'{{"source": {json.dumps(source)},\n"lines": [\n{body}\n]}}\n'

@@ -9,10 +9,13 @@ from typing import Annotated
 
 import typer
 
+from .graph_cli import graph_app
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Compiles a Kimi K3 decode step into a launch plan, runs it and explains it.")
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Make and check checkpoints.")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(graph_app, name="graph")
 
 PlanFile = Annotated[Path, typer.Argument(help="Plan file (YAML).", show_default=False)]
 PlanJson = Annotated[Path, typer.Argument(help="Launch plan that compile --out wrote.", show_default=False)]
@@ -99,19 +102,35 @@ def run(plan: PlanJson,
 def tune(plan: PlanFile, out: Annotated[Path, typer.Option(help="Table to write; lines of other shapes are kept.")],
          set_: Overrides = None,
          only: Annotated[str, typer.Option(help="Kernels whose id contains this.")] = "",
+         rows: Annotated[str, typer.Option(help="Sequences x verify rows.")] = "1x1,1x8,8x1,64x1",
+         most: Annotated[int, typer.Option(help="Time so many configurations of a shape at most.", min=1)] = 1000,
          seconds: Annotated[float, typer.Option(help="Stop starting new shapes after this long.")] = 1e9) -> None:
-    """Time every configuration of every kernel at the shapes of a plan file on this GPU, and write the table."""
+    """Time every configuration of every kernel at the shapes of a plan file on this machine's GPUs; write the table."""
     from .compiler.reading.source import load_spec
     from .face import kernels
-    from .graphs.tune import jobs, merge_tables, source_text, table
-    from .graphs.tune import tune as time_jobs
+    from .graphs.tune import describe, merge_tables, source_text, table
+    from .graphs.tune_pool import Workload
+    from .graphs.tune_pool import tune as time_all
 
-    spec = load_spec(plan, set_ or ())
-    todo = jobs(spec, [k for k in kernels() if only in k.id])
-    outcomes = list(time_jobs(todo, seconds=seconds, say=typer.echo))
+    work = Workload(load_spec(plan, set_ or ()), _sizes(rows), only, kernels, most)
+    outcomes = []
+    for outcome in time_all(work, seconds=seconds, say=typer.echo):
+        typer.echo(describe(outcome))
+        outcomes.append(outcome)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(merge_tables(out, table(outcomes, source_text())))
-    typer.echo(f"{len(outcomes)} of {len(todo)} shapes timed, written to {out}")
+    typer.echo(f"{sum(o.best is not None for o in outcomes)} shapes timed, written to {out}")
+
+
+def _sizes(rows: str) -> tuple[tuple[int, int], ...]:
+    """"8x1,1x8" as numbers of sequences and verify rows."""
+    found = []
+    for size in rows.split(","):
+        sequences, _, query = size.partition("x")
+        if not (sequences.isdecimal() and query.isdecimal()):
+            raise typer.BadParameter(f"{size!r} is not SEQUENCES x ROWS, such as 8x1", param_hint="--rows")
+        found.append((int(sequences), int(query)))
+    return tuple(found)
 
 
 @app.command()
@@ -122,12 +141,11 @@ def bench(plan: PlanFile, set_: Overrides = None,
     from .face import compile_plan
     from .graphs.bench_step import time_step
 
-    for size in rows.split(","):
-        sequences, query = size.split("x")
+    for sequences, query in _sizes(rows):
         for profile in profiles.split(","):
             settings = [f"step.sequences={sequences}", f"step.query={query}", f"profile={profile}"]
             timing = time_step(compile_plan(plan, [*(set_ or ()), *settings]))
-            typer.echo(f"{size} {profile}: {timing.line()}")
+            typer.echo(f"{sequences}x{query} {profile}: {timing.line()}")
 
 
 @app.command()

@@ -56,6 +56,11 @@ class KernelLaunch:
         self.kernel[self.grid](**self.pointers, **self.constants, num_warps=self.num_warps,
                                num_stages=self.num_stages, **self.options)
 
+    def compile(self) -> None:
+        """Fills the compiler's cache on disk for this launch, without launching it. Pointers may be on "meta"."""
+        self.kernel.warmup(**self.pointers, **self.constants, grid=self.grid, num_warps=self.num_warps,
+                           num_stages=self.num_stages, **self.options)
+
 
 @dataclass(frozen=True)
 class LaunchSequence:
@@ -66,6 +71,11 @@ class LaunchSequence:
     def __call__(self) -> None:
         for launch in self.launches:
             launch()
+
+    def compile(self) -> None:
+        """See ``KernelLaunch.compile``."""
+        for launch in self.launches:
+            launch.compile()
 
 
 def launch_options(dependent_launch: bool) -> dict[str, Any]:

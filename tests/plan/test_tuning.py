@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import tune_fakes
 
 from k3plan.compiler.compile import cover_graph, lower
 from k3plan.compiler.kernel import KernelDef, Menu
@@ -12,7 +13,8 @@ from k3plan.compiler.menu import op_kernels
 from k3plan.compiler.reading.source import load_spec
 from k3plan.compiler.tuning import Tuned, Tuning, distance
 from k3plan.face import kernels, tuning
-from k3plan.graphs.tune import FORMS, jobs, merge_tables, table, tune, tuned_lines
+from k3plan.graphs.tune import FORMS, ROWS, describe, jobs, merge_tables, table, time_job, tuned_lines
+from k3plan.graphs.tune_pool import Workload, tune
 
 K3 = Path(__file__).resolve().parents[2] / "examples/k3-h200-tp16.yaml"
 NORM = KernelDef("test.norm", "h = rms_norm(x, w)\n-> h", "test:bind", configs=lambda r: [{"warps": 4}, {"warps": 8}])
@@ -51,6 +53,13 @@ def test_the_nearest_shape_gives_its_configuration_and_not_its_time() -> None:
     assert not choice.cost.measured
 
 
+def test_a_prediction_is_scaled_by_how_far_the_model_was_off_nearby() -> None:
+    plain, _ = chosen([Tuned("test.norm", "8x7168,7168", {"warps": 8}, 3.0, "a GPU")])
+    scaled, _ = chosen([Tuned("test.norm", "8x7168,7168", {"warps": 8}, 3.0, "a GPU", 1.2)])
+    assert scaled.cost.us == pytest.approx(2.5 * plain.cost.us)
+    assert "x 2.50 as at the nearest measured shape" in scaled.cost.source
+
+
 def test_a_line_of_a_configuration_that_is_gone_is_not_used() -> None:
     choice, setting = chosen([Tuned("test.norm", "1x7168,7168", {"warps": 32}, 0.1, "a GPU")])
     assert setting.config == {"warps": 4}
@@ -60,7 +69,7 @@ def test_a_line_of_a_configuration_that_is_gone_is_not_used() -> None:
 
 def test_the_shipped_table_fits_the_shipped_kernels() -> None:
     """Every line is of a shape that the H200 example has, with a configuration that its kernel offers."""
-    found = {(job.region.kernel.id, job.key): job for job in jobs(load_spec(K3), kernels(), ((1, 1), (1, 8)))}
+    found = {(job.region.kernel.id, job.key): job for job in jobs(load_spec(K3), kernels(), ROWS)}
     for (kernel, key), line in tuning("h200")._exact.items():
         assert line.config in found[kernel, key].configs, (kernel, key)
         assert line.us > 0
@@ -68,22 +77,24 @@ def test_the_shipped_table_fits_the_shipped_kernels() -> None:
 
 def test_tables_are_made_of_outcomes_and_merged(tmp_path: Path) -> None:
     spec = load_spec(K3, ("model.layers=[0]",))
-    todo = jobs(spec, [NORM], ((1, 1),))
-
-    class Timing:
-        def __init__(self, us: float) -> None:
-            self.us = us
-
-    def time_one(region, config) -> Timing:
-        if config["warps"] == 4:
-            raise RuntimeError("out of registers")
-        return Timing(1.5)
-
-    said: list[str] = []
-    outcomes = list(tune(todo, say=said.append, time_one=time_one))
-    text = table(outcomes, "a GPU")
-    assert tuned_lines(text) == [Tuned("test.norm", "1x7168,7168", {"warps": 8}, 1.5, "a GPU")]
-    assert "1 of 2 failed" in said[0]
+    (job,) = jobs(spec, [tune_fakes.NORM], ((1, 1),))
+    outcome = time_job(job, tune_fakes.refuse_four_warps)
+    assert "1 of 3 failed" in describe(outcome)
+    text = table([outcome], "a GPU")
+    (line,) = tuned_lines(text)
+    assert line == Tuned("test.norm", "1x7168,7168", {"warps": 8}, 1.5, "a GPU", line.model_us)
+    assert line.model_us == pytest.approx(job.model_us, abs=1e-3)
     path = tmp_path / "table.json"
-    path.write_text(table(outcomes, "older").replace("1x7168", "2x7168"))
+    path.write_text(table([outcome], "older").replace("1x7168", "2x7168"))
     assert [line.key for line in tuned_lines(merge_tables(path, text))] == ["1x7168,7168", "2x7168,7168"]
+
+
+def test_a_kernel_that_faults_loses_its_shape_and_no_other() -> None:
+    spec = load_spec(K3, ("model.layers=[0]",))
+    work = Workload(spec, ((1, 1), (1, 2), (1, 3)), "", tune_fakes.load_kernels, 3, tune_fakes.fault_at_two_rows)
+    said: list[str] = []
+    outcomes = {outcome.job.key: outcome for outcome in tune(work, say=said.append)}
+    assert {key: outcome.best is not None for key, outcome in outcomes.items()} == {
+        "1x7168,7168": True, "2x7168,7168": False, "3x7168,7168": True}
+    assert "the process ended with 9" in outcomes["2x7168,7168"].failures[0]
+    assert "3 shapes, 9 configurations" in said[0]
