@@ -71,3 +71,7 @@ class CheckpointError(K3PlanError):
 
 class BindError(K3PlanError):
     """A plan cannot be bound on this machine, or was called with inputs it was not planned for."""
+
+
+class RecordError(K3PlanError):
+    """A recorded capture is not one, has another version, or is of another plan."""

@@ -178,7 +178,7 @@ def diff(old: LaunchPlan, new: LaunchPlan) -> str:
     if old.key == new.key:
         return f"equal: {old.key}"
     lines = [f"{old.key} -> {new.key}"]
-    lines += _changed_fields(old, new)
+    lines += [f"  {line}" for line in changed_fields(old, new)]
     before, after = ({launch.id: launch for launch in p.launches} for p in (old, new))
     changes: dict[str, list[Launch]] = {}
     for name in [*before, *(n for n in after if n not in before)]:
@@ -196,16 +196,17 @@ def diff(old: LaunchPlan, new: LaunchPlan) -> str:
     return "\n".join(lines)
 
 
-def _changed_fields(old: LaunchPlan, new: LaunchPlan) -> list[str]:
+def changed_fields(old: LaunchPlan, new: LaunchPlan) -> list[str]:
+    """Every value of the plan files that differs, a line each."""
     lines = []
     for section in ("parallel", "step", "numerics", "choices", "model"):
         a, b = getattr(old.spec, section), getattr(new.spec, section)
-        lines += [f"  {section}.{f}: {getattr(a, f)} -> {getattr(b, f)}" for f in a.__dataclass_fields__
+        lines += [f"{section}.{f}: {getattr(a, f)} -> {getattr(b, f)}" for f in a.__dataclass_fields__
                   if getattr(a, f) != getattr(b, f)]
     for name in ("gpu", "profile", "layers", "buckets"):
         a, b = getattr(old.spec, name), getattr(new.spec, name)
         if a != b:
-            lines.append(f"  {name}: {a} -> {b}")
+            lines.append(f"{name}: {a} -> {b}")
     return lines
 
 

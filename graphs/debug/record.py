@@ -1,0 +1,172 @@
+"""What was captured, as data: nodes, edges, launches and pointers of one CUDA graph, in JSON that any machine reads.
+
+Holds facts and no judgement: ``walk`` makes a record on the GPU, ``inspect``, ``diff``, ``findings`` and ``report``
+read it. Indexes are positions in the record's own lists; ``launch`` counts the launches of the plan.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ...compiler.errors import RecordError
+
+VERSION = 1
+NODE_KINDS = ("kernel", "memcpy", "memset", "event_record", "event_wait", "host", "empty", "child", "alloc", "free")
+POINTER_KINDS = ("weight", "state", "cache", "arena", "input", "output", "table", "zeroed")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a graph was captured. ``driver`` is the CUDA version of the driver, such as "13.0"."""
+
+    name: str
+    sms: int
+    driver: str
+    torch: str
+    triton: str
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Rows of the step: sequences, and rows of each."""
+
+    sequences: int
+    query: int
+
+    def __str__(self) -> str:
+        return f"{self.sequences}x{self.query}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One graph node. ``grid``, ``block`` and ``shared_bytes`` (dynamic) are of kernels; ``launch`` is None for a node
+    that no planned launch put there."""
+
+    index: int
+    kind: str  # of NODE_KINDS
+    function: str = ""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    block: tuple[int, int, int] = (0, 0, 0)
+    shared_bytes: int = 0
+    launch: int | None = None
+    stream: int = 0
+
+
+@dataclass(frozen=True)
+class Edge:
+    """``target`` waits for ``source``: until it has ended (full), or until all its blocks said go (programmatic)."""
+
+    source: int
+    target: int
+    kind: str = "full"
+
+
+@dataclass(frozen=True)
+class LaunchRecord:
+    """What a planned launch became. ``bound_*`` are of the kernel that the bound launch says it starts, None where that
+    is not one kernel of ours. ``us`` is its time inside a replay, ``gap_us`` idle time before it; None until ``time``
+    ran."""
+
+    id: str
+    nodes: tuple[int, ...]
+    us: float | None = None
+    gap_us: float | None = None
+    floor_us: float = 0.0
+    bytes: int = 0
+    bound_grid: tuple[int, int, int] | None = None
+    bound_threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """One storage that the graph has baked in, and the launches that read and write it."""
+
+    name: str
+    address: int
+    bytes: int
+    kind: str  # of POINTER_KINDS
+    readers: tuple[int, ...] = ()
+    writers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    """One captured step. ``replay_us`` is the GPU's time, ``host_us`` the time that the host needs to start a replay;
+    ``captured_bytes`` is device memory that the capture itself took."""
+
+    plan_key: str
+    machine: Machine
+    bucket: Bucket
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    launches: tuple[LaunchRecord, ...]
+    pointers: tuple[Pointer, ...] = ()
+    replay_us: float | None = None
+    host_us: float | None = None
+    captured_bytes: int = 0
+    capture_s: float = 0.0
+    notes: tuple[str, ...] = ()
+    version: int = VERSION
+
+    def to_json(self) -> str:
+        """The record as text: a node, edge, launch or pointer a line, as a list in the order of ``columns``."""
+        tables: dict[str, Sequence[Any]] = {name: getattr(self, name) for name in _TABLES}
+        plain = {"version": self.version, "plan_key": self.plan_key, "machine": vars(self.machine),
+                 "bucket": vars(self.bucket), "replay_us": self.replay_us, "host_us": self.host_us,
+                 "captured_bytes": self.captured_bytes, "capture_s": self.capture_s, "notes": self.notes,
+                 "columns": {name: _columns(kind) for name, kind in _TABLES.items()}}
+        body = [f'"{name}": {json.dumps(value)}' for name, value in plain.items()]
+        for name, rows in tables.items():
+            lines = ",\n".join(" " + json.dumps(astuple(row), separators=(",", ":")) for row in rows)
+            body.append(f'"{name}": [\n{lines}\n]' if rows else f'"{name}": []')
+        return "{\n" + ",\n".join(body) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Record:
+        """Raises RecordError: not JSON, not a record, or of another version."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise RecordError(f"not JSON ({error})\n  fix: record the capture again") from None
+        if not isinstance(data, dict) or "nodes" not in data or "plan_key" not in data:
+            raise RecordError("not the record of a capture\n  fix: pass the file that k3plan graph record --out wrote")
+        if data.get("version") != VERSION:
+            raise RecordError(f"record version {data.get('version')}, this k3plan reads {VERSION}\n"
+                              "  fix: record the capture again")
+        rows: dict[str, Any] = {name: tuple(_row(kind, data["columns"][name], row) for row in data[name])
+                                for name, kind in _TABLES.items()}
+        return cls(plan_key=data["plan_key"], machine=Machine(**data["machine"]), bucket=Bucket(**data["bucket"]),
+                   **rows, replay_us=data["replay_us"], host_us=data["host_us"],
+                   captured_bytes=data["captured_bytes"], capture_s=data["capture_s"], notes=tuple(data["notes"]))
+
+    def save(self, path: str | Path) -> None:
+        """Writes ``to_json`` to a file."""
+        Path(path).write_text(self.to_json())
+
+
+def load_record(path: str | Path) -> Record:
+    """Reads a record. Raises RecordError, naming the file."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror}\n  fix: k3plan graph record PLAN.yaml --out {path}") from None
+    try:
+        return Record.from_json(text)
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from None
+
+
+_TABLES: Mapping[str, Any] = {"nodes": Node, "edges": Edge, "launches": LaunchRecord, "pointers": Pointer}
+
+
+def _columns(kind: Any) -> list[str]:
+    return [f.name for f in fields(kind)]
+
+
+def _row(kind: Any, columns: Sequence[str], row: Sequence[Any]) -> Any:
+    known = set(_columns(kind))
+    cells = {name: tuple(cell) if isinstance(cell, list) else cell for name, cell in zip(columns, row, strict=True)}
+    return kind(**{name: cell for name, cell in cells.items() if name in known})

@@ -1,0 +1,59 @@
+"""A record survives its file, and a file that is no record is refused in words."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from k3plan.compiler.errors import RecordError
+from k3plan.graphs.debug.record import (
+    Bucket,
+    Edge,
+    LaunchRecord,
+    Machine,
+    Node,
+    Pointer,
+    Record,
+    load_record,
+)
+
+RECORD = Record(
+    plan_key="0123456789abcdef", machine=Machine("NVIDIA H200", 132, "13.0", "2.11", "3.6"), bucket=Bucket(1, 8),
+    nodes=(Node(0, "memset", launch=0), Node(1, "kernel", "attn_res", (7, 1, 1), (128, 1, 1), 4096, 1),
+           Node(2, "kernel", "stranger", (1, 1, 1), (32, 1, 1))),
+    edges=(Edge(0, 1), Edge(1, 2, "programmatic")),
+    launches=(LaunchRecord("zero", (0,)), LaunchRecord("L0.attn.h", (1,), 4.1, 0.2, 2.4, 28672, (7, 1, 1), 128)),
+    pointers=(Pointer("x", 0x7F0000000000, 14336, "arena", (1,), (0,)),), replay_us=6.5, captured_bytes=2 << 20,
+    notes=("loopback",),
+)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    RECORD.save(tmp_path / "r.json")
+    assert load_record(tmp_path / "r.json") == RECORD
+    assert RECORD.to_json() == load_record(tmp_path / "r.json").to_json()
+
+
+def test_columns_of_a_later_writer_are_left_out() -> None:
+    data = json.loads(RECORD.to_json())
+    data["columns"]["nodes"].append("priority")
+    data["nodes"] = [[*row, 5] for row in data["nodes"]]
+    assert Record.from_json(json.dumps(data)) == RECORD
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("{", "not JSON"), ("[1]", "not the record of a capture"), ('{"launches": []}', "not the record of a capture"),
+    (RECORD.to_json().replace('"version": 1', '"version": 99'), "record version 99"),
+])
+def test_what_is_no_record_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(RecordError, match=message) as caught:
+        load_record(tmp_path / "r.json")
+    assert str(tmp_path / "r.json") in str(caught.value)
+    assert "fix: " in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="No such file"):
+        load_record(tmp_path / "none.json")
