@@ -67,11 +67,12 @@ def attend_configs(region: Region) -> list[dict[str, Any]]:
     tiles = sequences * -(-rows // ROW_TILE)
     found: list[dict[str, Any]] = []
     # 4 warps have the registers for 16 query rows of bf16 entries, and are fastest there: 9.8 us at one row and context
-    # 8192 on an H200, 8 warps 11.3. A loop over 64 entries has not the shared memory. With 64 entries on 8 warps and
-    # fewer than 64 query rows triton 3.6 reads shared memory out of range (compute-sanitizer, H200)
+    # 8192 on an H200, 8 warps 11.3. A loop over 64 entries has not the shared memory. With 64 entries and fewer than 64
+    # query rows triton 3.6 is wrong on sm_90: on 8 warps it reads shared memory out of range (compute-sanitizer), on 4
+    # the results differ (11 cases of the generic test, both on an H200)
     narrow = rows <= 16 and region.value("cache").dtype == "bf16"
     wide = rows > 32
-    for block, warps in (*(((32, 4), (64, 4)) if narrow else ()), *(((64, 8),) if wide else ()), (32, 8)):
+    for block, warps in (*(((32, 4),) if narrow else ()), *(((64, 8),) if wide else ()), (32, 8)):
         most = -(-context // block)
         for waves in (1.0, 0.5, 2.0):
             splits = max(1, min(most, int(WAVE * waves) // tiles))
