@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...compiler.errors import RecordError
 
@@ -64,20 +64,31 @@ class Edge:
     kind: str = "full"
 
 
+class Bound(NamedTuple):
+    """A kernel that a bound launch says it starts. ``shared_bytes`` is what its compiler reported, None when unknown."""
+
+    function: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int | None = None
+
+
 @dataclass(frozen=True)
 class LaunchRecord:
-    """What a planned launch became. ``bound_*`` are of the kernel that the bound launch says it starts, None where that
-    is not one kernel of ours. ``us`` is its time inside a replay, ``gap_us`` idle time before it; None until ``time``
-    ran."""
+    """What a planned launch became. ``bound`` are the kernels that it should have started, empty where torch decides.
+
+    ``us`` is its share of a replay: from the end of the launch before it to its own end, so the sum over all launches
+    is the replay. ``busy_us`` is how long its kernels ran, ``gap_us`` how long nothing ran before it. None until timed.
+    """
 
     id: str
     nodes: tuple[int, ...]
     us: float | None = None
+    busy_us: float | None = None
     gap_us: float | None = None
     floor_us: float = 0.0
     bytes: int = 0
-    bound_grid: tuple[int, int, int] | None = None
-    bound_threads: int | None = None
+    bound: tuple[Bound, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -168,5 +179,11 @@ def _columns(kind: Any) -> list[str]:
 
 def _row(kind: Any, columns: Sequence[str], row: Sequence[Any]) -> Any:
     known = set(_columns(kind))
-    cells = {name: tuple(cell) if isinstance(cell, list) else cell for name, cell in zip(columns, row, strict=True)}
+    cells = {name: _tuples(cell) for name, cell in zip(columns, row, strict=True)}
+    if cells.get("bound"):
+        cells["bound"] = tuple(Bound(*kernel) for kernel in cells["bound"])
     return kind(**{name: cell for name, cell in cells.items() if name in known})
+
+
+def _tuples(cell: Any) -> Any:
+    return tuple(map(_tuples, cell)) if isinstance(cell, list) else cell
