@@ -24,7 +24,8 @@ RECORD = Record(
     nodes=(Node(0, "memset", launch=0), Node(1, "kernel", "attn_res", (7, 1, 1), (128, 1, 1), 4096, 1),
            Node(2, "kernel", "stranger", (1, 1, 1), (32, 1, 1))),
     edges=(Edge(0, 1), Edge(1, 2, "programmatic")),
-    launches=(LaunchRecord("zero", (0,)), LaunchRecord("L0.attn.h", (1,), 4.1, 3.9, 0.2, 2.4, 28672, (Bound("attn_res", (7, 1, 1), 128),))),
+    launches=(LaunchRecord("zero", (0,)),
+              LaunchRecord("L0.attn.h", (1,), 4.1, 3.9, 0.2, 2.4, 28672, (Bound("attn_res", (7, 1, 1), 128),))),
     pointers=(Pointer("x", 0x7F0000000000, 14336, "arena", (1,), (0,)),), replay_us=6.5, captured_bytes=2 << 20,
     notes=("loopback",),
 )
