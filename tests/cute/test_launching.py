@@ -1,0 +1,179 @@
+"""The launch layer of the CuTe DSL kernels: what is one compiled kernel and what is two, and that a launch runs."""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import cutlass
+import cutlass.cute as cute
+
+from k3plan.ops_cute import compile_check
+from k3plan.ops_cute.launching import (
+    KernelLaunch,
+    await_producers,
+    compile_kernel,
+    content_key,
+    fingerprint,
+    function_name,
+    named,
+    row_stride,
+    start_dependents,
+)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Static parameters of the kernel below."""
+
+    count: int
+    dependent: bool = False
+
+
+@cute.kernel
+def _add_neighbour(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
+    """y[i] += x[i] + x[i ^ 1] in the other block of the cluster + offset."""
+    at = named(names, arguments)
+    start_dependents(p.dependent)
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    x = cute.make_tensor(at.x, cute.make_layout((p.count,)))
+    y = cute.make_tensor(at.y, cute.make_layout((p.count,)))
+    mine = cute.arch.get_dyn_smem(cutlass.Float32, 16)
+    index = block * 128 + thread
+    await_producers(p.dependent)
+    cute.make_tensor(mine, cute.make_layout((128,)))[thread] = x[index]
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+    peer = cute.arch.map_dsmem_ptr(mine + (thread ^ 1), cute.arch.block_idx_in_cluster() ^ 1)
+    theirs = cute.arch.inline_ptx("ld.shared::cluster.f32 {$w0}, [{$r0}];", write_only_types=[cutlass.Float32],
+                                  read_only_args=[peer])
+    y[index] = y[index] + x[index] + theirs + at.offset.to(cutlass.Float32)
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+
+
+def launch_on(device: str, count: int = 512, *, dependent: bool = False, offset: int = 3) -> KernelLaunch:
+    x = torch.randn(count, device="cpu" if device == "meta" else device).to(device)
+    return KernelLaunch(_add_neighbour, (count // 128, 1, 1), 128,
+                        {"x": x, "y": torch.zeros(count, device=device), "offset": offset},
+                        Pairs(count, dependent), cluster=(2, 1, 1), shared=512, dependent=dependent)
+
+
+def test_equal_launches_are_one_kernel_whatever_their_data() -> None:
+    one, other = launch_on("cpu"), launch_on("cpu", offset=5)
+    assert content_key(one, "sm_90a") == content_key(other, "sm_90a")
+    assert compile_kernel(one, "sm_90a") is compile_kernel(other, "sm_90a")
+
+
+def test_what_changes_the_code_changes_the_key() -> None:
+    base = launch_on("meta")
+    x, y = base.arguments["x"], base.arguments["y"]
+    assert isinstance(x, torch.Tensor)
+    variants = {
+        "parameters": replace(base, parameters=Pairs(512, dependent=True)),
+        "threads": replace(base, threads=64),
+        "cluster": replace(base, cluster=(4, 1, 1)),
+        "registers": replace(base, blocks_per_sm=4),
+        "dtype": replace(base, arguments={**base.arguments, "x": x.bfloat16()}),
+        "alignment": replace(base, arguments={**base.arguments, "x": torch.empty(513, device="meta")[1:]}),
+        "order": replace(base, arguments={"y": y, "x": x, "offset": 3}),
+        "kind": replace(base, arguments={**base.arguments, "offset": x}),
+    }
+    keys = {name: content_key(launch, "sm_90a") for name, launch in variants.items()}
+    keys |= {"base": content_key(base, "sm_90a"), "target": content_key(base, "sm_103a")}
+    assert len(set(keys.values())) == len(keys), keys
+
+
+def test_what_only_the_launch_needs_does_not_change_the_key() -> None:
+    base = launch_on("meta")
+    larger = replace(base, grid=(8, 1, 1), shared=4096)
+    assert content_key(base, "sm_90a") == content_key(larger, "sm_90a")
+
+
+@pytest.mark.parametrize("value", [torch.zeros(1), test_equal_launches_are_one_kernel_whatever_their_data, object()])
+def test_a_parameter_without_a_text_is_refused(value: object) -> None:
+    with pytest.raises(TypeError, match="would not show in the key"):
+        fingerprint({"sizes": (1, value)})
+
+
+def test_a_kernel_that_reads_local_names_is_refused() -> None:
+    local = 3
+
+    @cute.kernel
+    def nested(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
+        named(names, arguments).x.store(local)
+
+    with pytest.raises(AssertionError, match="reads names of the function around it"):
+        content_key(replace(launch_on("meta"), kernel=nested), "sm_90a")
+
+
+def test_grids_are_whole_clusters() -> None:
+    with pytest.raises(AssertionError, match=r"grid \(3, 1, 1\) is not whole clusters of \(2, 1, 1\)"):
+        replace(launch_on("meta"), grid=(3, 1, 1))
+
+
+@pytest.mark.parametrize("target", compile_check.TARGETS)
+def test_cross_compile_tells_what_the_binary_uses(target: str) -> None:
+    usage = compile_check.compile_launch(launch_on("meta", dependent=True), target)
+    assert 8 <= usage.registers <= 32
+    assert (usage.shared, usage.spilled) == (512, 0)
+    compiled = compile_kernel(launch_on("meta", dependent=True), target)
+    assert compiled.name.startswith(function_name(_add_neighbour))
+    assert compiled.name.encode() in compiled.cubin
+
+
+@cute.kernel
+def _index_locals(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
+    """An array in registers that is indexed at run time has to live in local memory."""
+    at = named(names, arguments)
+    x = cute.make_tensor(at.x, cute.make_layout((p.count,)))
+    kept = cute.make_rmem_tensor((64,), cutlass.Float32)
+    kept.fill(0.0)
+    thread, _, _ = cute.arch.thread_idx()
+    for i in cutlass.range(thread):
+        kept[i % 64] = x[i]
+    cute.make_tensor(at.y, cute.make_layout((p.count,)))[thread] = kept[thread % 64] + kept[thread % 7]
+
+
+def test_local_memory_is_seen() -> None:
+    usage = compile_check.compile_launch(replace(launch_on("meta"), kernel=_index_locals, cluster=(1, 1, 1)), "sm_90a")
+    assert usage.spilled >= 256
+
+
+def test_row_stride_wants_contiguous_rows() -> None:
+    assert row_stride(torch.empty(4, 6)[:, :3]) == 6
+    with pytest.raises(AssertionError, match="strided last dim"):
+        row_stride(torch.empty(4, 6).t())
+
+
+def expected(x: torch.Tensor, offset: int) -> torch.Tensor:
+    blocks = x.view(-1, 2, 128)
+    neighbour = blocks.flip(1).view(-1, 64, 2).flip(2).reshape(-1)
+    return x + neighbour + offset
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dependent", [False, True])
+def test_a_launch_runs_eagerly_and_in_a_graph(device: str, dependent: bool) -> None:
+    launch = launch_on(device, dependent=dependent)
+    x, y = launch.arguments["x"], launch.arguments["y"]
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(y, torch.Tensor)
+    launch()
+    torch.testing.assert_close(y, expected(x, 3))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            launch()
+    for _ in range(2):
+        x.normal_()
+        y.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        # each launch adds to what the one before it wrote
+        torch.testing.assert_close(y, 10 * expected(x, 3), rtol=1e-5, atol=1e-4)
