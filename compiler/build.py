@@ -96,12 +96,8 @@ def build_graph(spec: Spec) -> Graph:
 
     b = GraphBuilder(spec)
     inputs = _step_inputs(b)
-    b.enter("embed", None, "embed")
-    model = spec.model
-    table = b.weight("table", b.leaf("embed_tokens.weight", (model.vocab, model.hidden)), model.weight_dtype,
-                     Axis("vocabulary", 0))
-    prefix = b.apply("embed", "rows", "tokens", table, "rank", out_dtype=spec.numerics.activation)
-    stream, delta = Stream(prefix, []), None
+    model, delta = spec.model, None
+    stream = _embedding(b) if spec.step.source == "tokens" else _stream_inputs(b, inputs)
     for layer in spec.layers:
         b.enter(f"L{layer}.attn", layer, "attn")
         h = _enter_attention(b, stream, delta, layer)
@@ -125,6 +121,26 @@ def _step_inputs(b: GraphBuilder) -> list[str]:
         "page_table": (step.sequences, pages), "accepted": (step.sequences,), "rank": (1,),
     }
     return [b.add_value(Value(name, shape, "i32", "index")) for name, shape in shapes.items()]
+
+
+def _embedding(b: GraphBuilder) -> Stream:
+    model = b.spec.model
+    b.enter("embed", None, "embed")
+    table = b.weight("table", b.leaf("embed_tokens.weight", (model.vocab, model.hidden)), model.weight_dtype,
+                     Axis("vocabulary", 0))
+    return Stream(b.apply("embed", "rows", "tokens", table, "rank", out_dtype=b.spec.numerics.activation), [])
+
+
+def _stream_inputs(b: GraphBuilder, inputs: list[str]) -> Stream:
+    """The stream where the first layer begins: ``hidden`` [T, D] (the delta of the layer before it is added already)
+    and ``block0``, ``block1``, ... [T, D], one for each block that an earlier layer has begun."""
+    model, first = b.spec.model, b.spec.layers[0]
+    blocks = 0 if model.attn_res_block is None else -(-first // model.attn_res_block)
+    names = ["hidden", *(f"block{i}" for i in range(blocks))]
+    for name in names:
+        b.add_value(Value(name, (b.spec.step.rows, model.hidden), b.spec.numerics.activation))
+    inputs += names
+    return Stream(names[0], names[1:])
 
 
 def _mix(b: GraphBuilder, stream: Stream, name: str, norm: str, projection: str) -> str:
@@ -170,6 +186,8 @@ def _head(b: GraphBuilder, stream: Stream, delta: str | None) -> list[str]:
     b.enter("head", None, "head")
     if delta is not None:
         stream.prefix = b.apply("residual_add", "prefix", stream.prefix, delta)
+    if wanted == ("stream",):
+        return [stream.prefix]
     mixed = stream.prefix
     if model.attn_res_block is not None:
         mixed = _mix(b, stream, "mix", "output_attn_res_norm.weight", "output_attn_res_proj.weight")
@@ -179,4 +197,5 @@ def _head(b: GraphBuilder, stream: Stream, delta: str | None) -> list[str]:
     logits = b.apply("linear", "logits", hidden, weight, out_dtype="fp32")
     key = b.apply("argmax_key", "key", logits, "rank")
     tokens = b.apply("token_of_key", "tokens", key, "positions")
-    return [{"tokens": tokens, "logits": logits, "hidden": hidden}[name] for name in wanted]
+    made = {"tokens": tokens, "logits": logits, "hidden": hidden, "stream": stream.prefix}
+    return [made[name] for name in wanted]

@@ -27,7 +27,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A storage. ``kind``: arena, output, weight, state, cache, index, or zeroed (workspace that kernels leave zero).
+    """A storage. ``kind``: arena, output, weight, state, cache, index (step inputs), or zeroed (kernels leave it zero).
 
     Only arena buffers have an offset.
     ``first`` and ``last`` are the launches between which the content is alive.
@@ -69,6 +69,7 @@ def lay_out(
     for name in first:
         value = graph.values[name]
         kind = value.role if value.role != "activation" else "output" if name in outputs else "arena"
+        kind = "index" if name in graph.inputs else kind
         buffers[name] = Buffer(kind, value.nbytes, 0, first[name], last[name])
     for index, wanted in enumerate(scratch):
         for name, want in wanted.values():

@@ -20,7 +20,8 @@ class Step:
     query: int  # rows per sequence, 1..8; more than 1 is a verify step
     context: int  # longest sequence in tokens that the plan serves
     page_size: int  # tokens per page of the MLA cache
-    outputs: tuple[str, ...]  # of "tokens", "logits", "hidden"
+    outputs: tuple[str, ...]  # of "tokens", "logits", "hidden", "stream"
+    source: str = "tokens"  # or "hidden": rows of the residual stream come in, there is no embedding
 
     @property
     def rows(self) -> int:

@@ -47,7 +47,7 @@ def shard_graph(graph: Graph, spec: Spec, choices: dict[str, str]) -> tuple[Grap
     if ranks == 1:
         return graph, [Note("shard", "nothing split", "parallel.tp is 1")]
     values = _split_values(graph, split_axes(spec, choices), ranks)
-    builder = _Sharder(values, ranks)
+    builder = _Sharder({n: v for n, v in values.items() if v.role != "activation" or n in graph.inputs}, ranks)
     for node in graph.nodes:
         builder.place(node)
     outputs = tuple(builder.bring(name, REPLICATED, graph.producer[name]) for name in graph.outputs)
@@ -95,7 +95,7 @@ class _Sharder:
     """Walks the nodes once, keeping the local form of every value and the collectives already made."""
 
     def __init__(self, values: dict[str, Value], ranks: int) -> None:
-        self.values = {n: v for n, v in values.items() if v.role != "activation"}
+        self.values = values
         self.ranks = ranks
         self.nodes: list[Node] = []
         self.brought: dict[tuple[str, Placement], str] = {}

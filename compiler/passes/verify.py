@@ -35,6 +35,7 @@ def _check_values(graph: Graph) -> list[str]:
 def _check_nodes(graph: Graph) -> list[str]:
     problems: list[str] = []
     ready = {n for n, v in graph.values.items() if n not in graph.producer and v.role != "activation"}
+    ready.update(graph.inputs)
     updated: dict[str, str] = {}  # storage name that a later node has overwritten -> that node
     names: set[str] = set()
     for node in graph.nodes:

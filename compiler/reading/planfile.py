@@ -83,8 +83,13 @@ class StepSection(Section):
     page_size: Annotated[Literal[16, 32, 64, 128], Whole] = Field(
         default=64, description="Tokens in a page of the MLA cache."
     )
-    outputs: list[Literal["tokens", "logits", "hidden"]] = Field(
-        default=["tokens"], min_length=1, description="What a step hands back."
+    outputs: list[Literal["tokens", "logits", "hidden", "stream"]] = Field(
+        default=["tokens"], min_length=1,
+        description="What a step hands back. stream: the residual stream behind the last layer, before the head.",
+    )
+    source: Literal["tokens", "hidden"] = Field(
+        default="tokens",
+        description="What a step reads. hidden: rows of the residual stream, and the AttnRes blocks that are finished.",
     )
 
 

@@ -77,6 +77,7 @@ ONE_WRONG_VALUE = {
     "step.context": ("1e6", "write `context: 1000000`"),
     "step.page_size": ("48", "allowed: 16, 32, 64, 128"),
     "step.outputs": ("[token]", "write `tokens`"),
+    "step.source": ("rows", "allowed: tokens, hidden"),
     "target.gpu": ("gb200x", "allowed: "),
     "numerics.activation": ("fp16", "allowed: bf16, fp32"),
     "numerics.kv_cache": ("fp8", "write `kv_cache: fp8_e4m3`"),
