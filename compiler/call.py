@@ -36,6 +36,8 @@ class Call:
     config: Mapping[str, Any] = field(default_factory=dict)
     dependent_launch: bool = False  # programmatic dependent launch edges before and after this launch
     ranks: int = 1
+    number: int = 0  # of the launch in its plan, for messages
+    wait_limit: int = 0  # looks at a mailbox after which a wait gives up and reports (debug); 0: none
 
     def get(self, name: str) -> torch.Tensor | None:
         """The tensor of a pattern name, or None when nothing outside reads it."""
@@ -68,4 +70,5 @@ def emulated_links(mailboxes: Sequence[torch.Tensor]) -> list[Link]:
 def loopback_link(mailbox: torch.Tensor, rank: int = 0) -> Link:
     """One rank alone: what it sends to a peer comes back as if that peer had sent it."""
     _, ranks, slot = mailbox.shape
-    return Link(rank, tuple(mailbox.data_ptr() + (peer - rank) * slot * 8 for peer in range(ranks)))
+    size = slot * mailbox.element_size()
+    return Link(rank, tuple(mailbox.data_ptr() + (peer - rank) * size for peer in range(ranks)))

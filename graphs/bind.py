@@ -1,9 +1,8 @@
 """Boundary 5: a plan bound to weights, caches and an arena. ``run`` decides nothing and allocates no buffer.
 
-``emulated`` ranks all live in one process on one device: a launch runs on each rank in turn, a collective
-runs once over the tensors of all ranks. ``loopback`` is rank 0 alone, and stands in for its peers in every
-collective: its numbers are not the model's, its time is one rank's without the links. A torch kernel computes
-in fp32 and is rounded to the dtype of the value that it fills.
+The transport says which ranks this process binds: all of them (``emulated``), rank 0 alone (``loopback``), or its own
+one of several processes. A launch runs on each bound rank in turn, a collective once for all of them. A torch kernel
+computes in fp32 and is rounded to the dtype of the value that it fills.
 """
 from __future__ import annotations
 
@@ -25,6 +24,7 @@ from .launch import entry_point, links_of, make_call
 from .load import TORCH_DTYPES, TensorSource, load_weights
 from .random_weights import RankRandom
 from .stock import bind_op
+from .transport import Transport, transport_of
 
 POISON = 0xFF  # NaN in every float dtype, -1 in every integer one
 
@@ -41,7 +41,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Executable:
-    """A bound plan. ``inputs`` and ``outputs`` are rank 0's tensors; ``write`` fills those of all ranks."""
+    """A bound plan. ``outputs`` are the first bound rank's tensors; ``write`` fills those of all bound ranks."""
 
     plan: LaunchPlan
     ranks: tuple[Rank, ...]
@@ -88,28 +88,38 @@ class Executable:
 
 
 def bind(plan: LaunchPlan, source: TensorSource | RankRandom, *, device: str | torch.device = "cpu",
-         transport: str = "emulated", progress: bool = False) -> Executable:
-    """Loads the weights of every rank from ``source``, allocates and resolves each launch to a callable.
+         transport: Transport | str = "emulated", progress: bool = False, wait_limit: int = 0) -> Executable:
+    """Loads the weights of the transport's ranks from ``source``, allocates and resolves each launch to a callable.
 
-    ``transport`` is "emulated" or "loopback".
+    ``transport`` is a Transport, or "emulated" or "loopback". ``wait_limit`` bounds every wait between ranks to so
+    many looks at the mailbox, for debugging; 0 waits for ever.
 
     Raises CheckpointError (weights) and BindError (a kernel that cannot run on ``device``).
     """
-    if transport not in ("emulated", "loopback"):
-        raise BindError(f"no transport {transport!r}\n  fix: use emulated or loopback")
+    transport = transport_of(transport)
+    indices = transport.local_ranks(plan.spec.parallel.tp)
+    # first of all: between processes this is a meeting, and whatever fails later fails alone
+    boxes = transport.allocate_mailboxes(mailbox_sizes(plan), torch.device(device))
     ranks = []
-    for index in range(plan.spec.parallel.tp if transport == "emulated" else 1):
+    for index, own in zip(indices, boxes, strict=True):
         load = source.load if isinstance(source, RankRandom) else partial(load_weights, source)
         weights = load(plan.weights, index, device=device, progress=progress)
-        ranks.append(_allocate(plan, index, weights, torch.device(device)))
+        ranks.append(_allocate(plan, index, {**weights, **own}, torch.device(device)))
     steps: list[Callable[[], None]] = []
     first = []
-    for launch in plan.launches:
+    for number, launch in enumerate(plan.launches):
         first.append(len(steps))
-        steps += _resolve(plan, launch, ranks)
+        steps += _resolve(plan, launch, ranks, transport, number, wait_limit)
     executable = Executable(plan, tuple(ranks), tuple(steps), tuple(first))
     executable.poison()
     return executable
+
+
+def mailbox_sizes(plan: LaunchPlan) -> dict[str, int]:
+    """Bytes of each mailbox of a plan, by buffer. Other ranks write there."""
+    names = {plan.tensors[tensor].buffer for launch in plan.launches for name, tensor in launch.scratch.items()
+             if name.endswith("mailbox")}
+    return {name: plan.buffers[name].bytes for name in sorted(names)}
 
 
 def _check_range(plan: LaunchPlan, name: str, tensor: Tensor) -> None:
@@ -123,14 +133,15 @@ def _check_range(plan: LaunchPlan, name: str, tensor: Tensor) -> None:
         raise BindError(f"{name}: values {int(tensor.min())} to {int(tensor.max())}, the plan allows {low} to {high}")
 
 
-def _allocate(plan: LaunchPlan, index: int, weights: Mapping[str, Tensor], device: torch.device) -> Rank:
+def _allocate(plan: LaunchPlan, index: int, given: Mapping[str, Tensor], device: torch.device) -> Rank:
+    """The storage of a rank; ``given`` are its weights and mailboxes."""
     arena = torch.empty(plan.arena_bytes, dtype=torch.uint8, device=device)
     buffers = {}
     for name, buffer in plan.buffers.items():
         if buffer.kind == "arena":
             buffers[name] = arena[buffer.offset : buffer.offset + buffer.bytes]
-        elif buffer.kind == "weight":
-            buffers[name] = weights[name].reshape(-1).view(torch.uint8)
+        elif name in given:
+            buffers[name] = given[name].reshape(-1).view(torch.uint8)
         else:
             buffers[name] = torch.zeros(buffer.bytes, dtype=torch.uint8, device=device)
     tensors = {name: _view(buffers[placed.buffer], placed) for name, placed in plan.tensors.items()}
@@ -144,26 +155,29 @@ def _view(storage: Tensor, placed: Placed) -> Tensor:
         placed.shape, placed.stride, storage.storage_offset() // TORCH_DTYPES[placed.dtype].itemsize + placed.offset)
 
 
-def _resolve(plan: LaunchPlan, launch: Launch, ranks: list[Rank]) -> list[Callable[[], None]]:
+def _resolve(plan: LaunchPlan, launch: Launch, ranks: list[Rank], transport: Transport, number: int,
+             wait_limit: int) -> list[Callable[[], None]]:
     choice = plan.choice(launch)
     kind, _, name = choice.entry.partition(":")
     if kind != "op":
-        calls = [_call(choice, launch, rank, plan.spec.parallel.tp) for rank in ranks]
+        calls = [_call(choice, launch, rank, plan.spec.parallel.tp, number, wait_limit) for rank in ranks]
         if any(OPS[op].kind == "comm" for op in choice.ops):
-            return [entry_point(choice.entry)(calls, links_of(calls))]
+            return [entry_point(choice.entry)(calls, links_of(calls, transport))]
         return [entry_point(choice.entry)(call) for call in calls]
     if OPS[name].kind == "comm":
-        return [_collective(choice, launch, ranks, name)]
+        inputs, outputs = ([rank.tensors[n[0]] for rank in ranks] for n in (launch.inputs, launch.outputs))
+        return [transport.collective(name, choice.attrs["o0"], inputs, outputs)]
     return [_compute(choice, launch, rank, name) for rank in ranks]
 
 
-def _call(choice: PlanChoice, launch: Launch, rank: Rank, ranks: int) -> Call:
+def _call(choice: PlanChoice, launch: Launch, rank: Rank, ranks: int, number: int, wait_limit: int) -> Call:
     if rank.arena.device.type != "cuda":
         raise BindError(f"{launch.id}: kernel {choice.kernel} runs on a GPU, this is {rank.arena.device}\n"
                         "  fix: compile with --set target.gpu=cpu")
     scratch = {name: rank.tensors[tensor] for name, tensor in launch.scratch.items()}
     return make_call(Arguments(launch.names, launch.rest, choice.attrs), rank.tensors, scratch=scratch,
-                     config=choice.config, dependent_launch=launch.dependent, ranks=ranks)
+                     config=choice.config, dependent_launch=launch.dependent, ranks=ranks, number=number,
+                     wait_limit=wait_limit)
 
 
 def _compute(choice: PlanChoice, launch: Launch, rank: Rank, name: str) -> Callable[[], None]:
@@ -189,33 +203,3 @@ def _compute(choice: PlanChoice, launch: Launch, rank: Rank, name: str) -> Calla
 def _output_slots(launch: Launch, alias: Mapping[int, int]) -> list[tuple[int, str]]:
     """Result index of each output that must be copied."""
     return [(i, n) for i, n in enumerate(launch.results) if i not in alias]
-
-
-def _collective(choice: PlanChoice, launch: Launch, ranks: list[Rank], name: str) -> Callable[[], None]:
-    attrs, fn = choice.attrs["o0"], OPS[name].fn
-    inputs = [rank.tensors[launch.inputs[0]] for rank in ranks]
-    outputs = [rank.tensors[launch.outputs[0]] for rank in ranks]
-    if len(ranks) < attrs["ranks"]:
-        return _alone(inputs[0], outputs[0], name, attrs)
-
-    def step() -> None:
-        for out, result in zip(outputs, fn(inputs, **attrs), strict=True):
-            out.copy_(result)
-
-    return step
-
-
-def _alone(x: Tensor, out: Tensor, name: str, attrs: Mapping[str, Any]) -> Callable[[], None]:
-    """A collective in which every peer says what this rank says: one copy of the result's bytes."""
-    if name == "all_gather":
-        dim, count = attrs["dim"], attrs["ranks"]
-        into, x = out.unflatten(dim, (count, -1)), x.unsqueeze(dim)
-    else:
-        into = out
-        if name == "reduce_scatter":
-            x = x.narrow(attrs["dim"], 0, out.shape[attrs["dim"]])
-
-    def step() -> None:
-        into.copy_(x)
-
-    return step

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from ..compiler.arguments import Arguments, arguments_of
-from ..compiler.call import Call, Launch, Scratch, emulated_links, loopback_link
+from ..compiler.call import Call, Launch, Scratch
 from ..compiler.kernel import Region
 from ..compiler.ops import OPS
 from .load import TORCH_DTYPES
+from .transport import Loopback, Transport
 
 
 def scratch_of(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
@@ -37,12 +38,13 @@ def entry_point(entry: str) -> Callable[..., Launch]:
 
 def make_call(arguments: Arguments, tensors: Mapping[str, torch.Tensor], *,
               scratch: Mapping[str, torch.Tensor] | None = None, config: Mapping[str, Any] | None = None,
-              dependent_launch: bool = False, ranks: int = 1) -> Call:
+              dependent_launch: bool = False, ranks: int = 1, number: int = 0, wait_limit: int = 0) -> Call:
     """A ``Call`` from value names and their tensors."""
     return Call(
         tensors={name: tensors[value] for name, value in arguments.names.items()},
         rest=tuple(tensors[value] for value in arguments.rest), attrs=arguments.attrs,
-        scratch=scratch or {}, config=config or {}, dependent_launch=dependent_launch, ranks=ranks)
+        scratch=scratch or {}, config=config or {}, dependent_launch=dependent_launch, ranks=ranks, number=number,
+        wait_limit=wait_limit)
 
 
 def bind_region(region: Region, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None, *,
@@ -59,16 +61,14 @@ def bind_region(region: Region, tensors: Mapping[str, torch.Tensor], config: Map
     call = make_call(arguments_of(region), tensors, scratch=scratch, config=config,
                      dependent_launch=dependent_launch)
     if any(OPS[node.op].kind == "comm" for node in region.nodes):
-        return entry_point(region.kernel.entry)([call], links_of([call]))
+        return entry_point(region.kernel.entry)([call], links_of([call], Loopback()))
     return entry_point(region.kernel.entry)(call)
 
 
-def links_of(calls: list[Call]) -> list[Any]:
-    """Links of each mailbox: between all ranks, or of rank 0 with itself where it is alone."""
-    found = []
-    for name in (n for n in calls[0].scratch if n.endswith("mailbox")):
-        boxes = [call.scratch[name] for call in calls]
-        found.append(emulated_links(boxes) if len(boxes) == boxes[0].shape[1] else [loopback_link(boxes[0])])
+def links_of(calls: list[Call], transport: Transport) -> list[Any]:
+    """Links of each mailbox: a list with one for each call, or a list of such lists where a kernel has several."""
+    names = [name for name in calls[0].scratch if name.endswith("mailbox")]
+    found = [transport.links([call.scratch[name] for call in calls]) for name in names]
     return found[0] if len(found) == 1 else found
 
 

@@ -11,8 +11,8 @@ Layout: the fastest grid axis is the rank. ``exchange``: a block per ``units`` w
 ``columns`` of a row. ``stripe``: a block per ``rows`` rows of the weight, all step rows; the norm is a factor of the
 row and is applied to the sum.
 
-Waits: each block sends its own share before it waits for others. Weights are loaded before the wait for the producers.
-The trigger is the first instruction. With LIMIT > 0 (debug) a wait gives up and says so in ``health``.
+Waits: each block sends its own share before it waits for others. Weights and addresses are loaded before the wait for
+the producers. The trigger is the first instruction. With LIMIT > 0 (debug) a wait gives up and says so in ``health``.
 Numerics: bf16 payloads, fp32 sums, one rounding of each result.
 Bytes a rank at one row of 7168 and 16 ranks: 0.43 MB sent (8 bytes a word of two bf16); a hop between two H200 takes
 1.6 us. Measured: in loopback, where no link is passed:
@@ -35,6 +35,8 @@ from .attn_res import _exchange as _exchange_grams
 from .attn_res import _products
 from .collectives_menu import units
 from .exchange import (
+    EPOCHS,
+    RANK,
     address,
     alignment,
     bf16_bits,
@@ -43,6 +45,7 @@ from .exchange import (
     make_pair,
     make_table,
     make_word,
+    next_epoch,
     phases,
     receive,
     send,
@@ -67,28 +70,35 @@ def _rounded(x):
 
 
 @triton.jit
-def _one(table, X: tl.constexpr, Y: tl.constexpr, OWN: tl.constexpr, rank, row, chunk, block, base, positions,
+def _one(table, X: tl.constexpr, Y: tl.constexpr, OWN: tl.constexpr, row, chunk, block, base,
          OP: tl.constexpr, SCATTER: tl.constexpr, BF16: tl.constexpr, TOKEN: tl.constexpr, WIDTH: tl.constexpr,
          UNITS: tl.constexpr, STRIDE_X: tl.constexpr, STRIDE_Y: tl.constexpr, RANKS: tl.constexpr,
-         PADDED: tl.constexpr, SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr, PHASE: tl.constexpr):
+         PADDED: tl.constexpr, SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr, ARMED: tl.constexpr,
+         PHASE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
     """One message: UNITS of the WIDTH words of a row. ``base`` is where the message begins in a slot."""
+    # addresses do not depend on what ran before
+    rank = tl.load(table + OWN + RANK).to(tl.int32)
     x = address(table, X, tl.int32, ALIGN) + row * STRIDE_X
-    epochs = address(table, OWN + 1, tl.int32, ALIGN) + block
-    epoch = tl.load(epochs, volatile=True) + 1
+    y = address(table, Y, tl.int32, ALIGN) + row * STRIDE_Y
+    positions = address(table, 2, tl.int32, ALIGN)
+    epochs = address(table, OWN + EPOCHS, tl.int32, ALIGN) + block
     unit = chunk * UNITS + tl.arange(0, UNITS)
     real = unit < WIDTH
     at = base + row * WIDTH + unit
+    await_producers(DEPENDENT_LAUNCH)
+    epoch = next_epoch(epochs, ARMED)
+    if SCATTER:
+        own = tl.load(x + rank * WIDTH + unit, mask=real, other=0)
+    else:
+        own = tl.load(x + unit, mask=real, other=0)
     if PHASE != 2:
-        if not SCATTER:
-            word = make_word(tl.load(x + unit, mask=real, other=0), epoch)
+        word = make_word(own, epoch, ARMED)
         for peer in tl.static_range(RANKS):
             if SCATTER:
-                word = make_word(tl.load(x + peer * WIDTH + unit, mask=real, other=0), epoch)
-            send(table, OWN + 4, peer, word, at, real, epoch, rank, RANKS, SLOT)
+                word = make_word(tl.load(x + peer * WIDTH + unit, mask=real, other=0), epoch, ARMED)
+            send(table, OWN, peer, word, at, real, epoch, rank, RANKS, SLOT, ARMED)
     if PHASE != 1:
-        got = receive(address(table, OWN, tl.int64, ALIGN), at, real, epoch,
-                      address(table, OWN + 2, tl.int32, ALIGN), rank, RANKS, PADDED, SLOT, LIMIT)
-        y = address(table, Y, tl.int32, ALIGN) + row * STRIDE_Y
+        got = receive(table, OWN, own, at, real, epoch, rank, RANKS, PADDED, SLOT, LIMIT, ALIGN, ARMED)
         if OP == 2:
             sender = tl.arange(0, PADDED)[:, None]
             tl.store(y + sender * WIDTH + unit[None, :], got, mask=(sender < RANKS) & real[None, :])
@@ -118,24 +128,21 @@ def _exchange(table, COLUMNS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.const
               SCATTER: tl.constexpr, BF16: tl.constexpr, TOKEN: tl.constexpr, WIDTH: tl.constexpr,
               UNITS: tl.constexpr, STRIDE_X: tl.constexpr, STRIDE_Y: tl.constexpr, TWO: tl.constexpr,
               WIDTH2: tl.constexpr, STRIDE_X2: tl.constexpr, STRIDE_Y2: tl.constexpr, RANKS: tl.constexpr,
-              PADDED: tl.constexpr, SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr, PHASE: tl.constexpr,
-              DEPENDENT_LAUNCH: tl.constexpr):
+              PADDED: tl.constexpr, SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr,
+              ARMED: tl.constexpr, PHASE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
     """Tensors: x, y, positions (or any), and with TWO the operands of a second exchange, a reduce-scatter."""
     start_dependents(DEPENDENT_LAUNCH)
     OWN: tl.constexpr = 5
     table += tl.program_id(0) * COLUMNS
     block = tl.program_id(1)
-    rank = tl.load(table + OWN + 3).to(tl.int32)
-    await_producers(DEPENDENT_LAUNCH)
-    positions = address(table, 2, tl.int32, ALIGN)
     if block < ROWS * CHUNKS:
-        _one(table, 0, 1, OWN, rank, block // CHUNKS, block % CHUNKS, block, 0, positions, OP, SCATTER, BF16, TOKEN,
-             WIDTH, UNITS, STRIDE_X, STRIDE_Y, RANKS, PADDED, SLOT, LIMIT, ALIGN, PHASE)
+        _one(table, 0, 1, OWN, block // CHUNKS, block % CHUNKS, block, 0, OP, SCATTER, BF16, TOKEN, WIDTH, UNITS,
+             STRIDE_X, STRIDE_Y, RANKS, PADDED, SLOT, LIMIT, ALIGN, ARMED, PHASE, DEPENDENT_LAUNCH)
     elif TWO:
         CHUNKS2: tl.constexpr = (WIDTH2 + UNITS - 1) // UNITS
         second = block - ROWS * CHUNKS
-        _one(table, 3, 4, OWN, rank, second // CHUNKS2, second % CHUNKS2, block, ROWS * WIDTH, positions, 0, True,
-             BF16, False, WIDTH2, UNITS, STRIDE_X2, STRIDE_Y2, RANKS, PADDED, SLOT, LIMIT, ALIGN, PHASE)
+        _one(table, 3, 4, OWN, second // CHUNKS2, second % CHUNKS2, block, ROWS * WIDTH, 0, True, BF16, False,
+             WIDTH2, UNITS, STRIDE_X2, STRIDE_Y2, RANKS, PADDED, SLOT, LIMIT, ALIGN, ARMED, PHASE, DEPENDENT_LAUNCH)
 
 
 @triton.jit
@@ -143,15 +150,15 @@ def _mix(table, COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, SLIC
          SLICES_PADDED: tl.constexpr, NB: tl.constexpr, EPS: tl.constexpr, OUT_EPS: tl.constexpr,
          STRIDE_X: tl.constexpr, STRIDE_PREFIX: tl.constexpr, STRIDE_BLOCK: tl.constexpr, STRIDE_P: tl.constexpr,
          STRIDE_H: tl.constexpr, ADD: tl.constexpr, HAS_P: tl.constexpr, RANKS: tl.constexpr, PADDED: tl.constexpr,
-         SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr, PHASE: tl.constexpr, WARPS: tl.constexpr,
-         WIDEN: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
+         SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr, ARMED: tl.constexpr, PHASE: tl.constexpr,
+         WARPS: tl.constexpr, WIDEN: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
     """Tensors: x, prefix, score, weight, p, h, grams, row epochs, eight blocks. PHASE 1: send, 2: up to the grams."""
     start_dependents(DEPENDENT_LAUNCH)
     OWN: tl.constexpr = 16
     table += tl.program_id(0) * COLUMNS
     part = tl.program_id(1)
     row = tl.program_id(2)
-    rank = tl.load(table + OWN + 3).to(tl.int32)
+    rank = tl.load(table + OWN + RANK).to(tl.int32)
     j = tl.arange(0, 16)
     source = j[:, None]
     column = part * PART + tl.arange(0, PART)
@@ -159,19 +166,20 @@ def _mix(table, COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, SLIC
     score = tl.load(address(table, 2, tl.float32, ALIGN) + column[None, :] + source * 0, mask=real & (source >= 13),
                     other=0.0)
     weight = tl.load(address(table, 3, tl.bfloat16, ALIGN) + column, mask=column < D, other=0.0)
-    await_producers(DEPENDENT_LAUNCH)
-
     block = row * SLICES + part
-    epochs = address(table, OWN + 1, tl.int32, ALIGN) + block
-    epoch = tl.load(epochs, volatile=True) + 1
+    epochs = address(table, OWN + EPOCHS, tl.int32, ALIGN) + block
+    x = address(table, 0, tl.int32, ALIGN) + row * STRIDE_X
     unit = part * (PART // 2) + tl.arange(0, PART // 2)
     whole = unit < D // 2
     at = row * (D // 2) + unit
+    await_producers(DEPENDENT_LAUNCH)
+
+    epoch = next_epoch(epochs, ARMED)
+    own = tl.load(x + unit, mask=whole, other=0)
     if (PHASE == 0) | (PHASE == 1):
-        x = address(table, 0, tl.int32, ALIGN) + row * STRIDE_X
-        word = make_word(tl.load(x + unit, mask=whole, other=0), epoch)
+        word = make_word(own, epoch, ARMED)
         for peer in tl.static_range(RANKS):
-            send(table, OWN + 4, peer, word, at, whole, epoch, rank, RANKS, SLOT)
+            send(table, OWN, peer, word, at, whole, epoch, rank, RANKS, SLOT, ARMED)
     if PHASE != 1:
         row_epochs = address(table, 7, tl.int32, ALIGN)
         row_epoch = tl.load(row_epochs + row, volatile=True) + 1
@@ -181,8 +189,7 @@ def _mix(table, COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, SLIC
             base = tl.where(source == i, address(table, 8 + i, tl.bfloat16, ALIGN) + row * STRIDE_BLOCK, base)
         HELD: tl.constexpr = NB if ADD else NB - 1
         tile = tl.load(base + column[None, :], mask=real & (source <= HELD), other=0.0)
-        got = receive(address(table, OWN, tl.int64, ALIGN), at, whole, epoch,
-                      address(table, OWN + 2, tl.int32, ALIGN), rank, RANKS, PADDED, SLOT, LIMIT)
+        got = receive(table, OWN, own, at, whole, epoch, rank, RANKS, PADDED, SLOT, LIMIT, ALIGN, ARMED)
         low = tl.sum(low_half(got), axis=0)
         high = tl.sum(high_half(got), axis=0)
         total = tl.reshape(tl.join(_rounded(low), _rounded(high)), (PART,))
@@ -223,56 +230,56 @@ def _mix(table, COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, SLIC
 def _stripe(table, COLUMNS: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, KB: tl.constexpr,
             KW: tl.constexpr, STRIPE: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr, STRIDE_X: tl.constexpr,
             STRIDE_SHARED: tl.constexpr, STRIDE_Y: tl.constexpr, FMA: tl.constexpr, RANKS: tl.constexpr,
-            PADDED: tl.constexpr, SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr, PHASE: tl.constexpr,
-            PRODUCT: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
+            PADDED: tl.constexpr, SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr,
+            ARMED: tl.constexpr, PHASE: tl.constexpr, PRODUCT: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
     """Tensors: latent, norm, weight, shared, y. A block has R rows of the weight in registers, [KB, R, KW]."""
     start_dependents(DEPENDENT_LAUNCH)
     OWN: tl.constexpr = 5
     table += tl.program_id(0) * COLUMNS
     block = tl.program_id(1)
-    rank = tl.load(table + OWN + 3).to(tl.int32)
+    rank = tl.load(table + OWN + RANK).to(tl.int32)
     k = tl.arange(0, KB)[:, None] * KW + tl.arange(0, KW)[None, :]
     out = block * R + tl.arange(0, R)
     m = tl.arange(0, MP)
     weight = tl.load(address(table, 2, tl.bfloat16, ALIGN) + out[None, :, None] * K + k[:, None, :],
                      mask=(out < STRIPE)[None, :, None] & (k < K)[:, None, :], other=0.0)
     norm = tl.load(address(table, 1, tl.bfloat16, ALIGN) + k, mask=k < K, other=0.0).to(tl.float32)
+    x = address(table, 0, tl.bfloat16, ALIGN)
+    shared = address(table, 3, tl.bfloat16, ALIGN) + m[:, None] * STRIDE_SHARED + out[None, :]
+    epochs = address(table, OWN + EPOCHS, tl.int32, ALIGN) + block
     await_producers(DEPENDENT_LAUNCH)
 
-    epochs = address(table, OWN + 1, tl.int32, ALIGN) + block
-    epoch = tl.load(epochs, volatile=True) + 1
+    epoch = next_epoch(epochs, ARMED)
     unit = block * (R // 2) + tl.arange(0, R // 2)
     at = tl.reshape(m[:, None] * (STRIPE // 2) + unit[None, :], (MP * R // 2,))
     # as a limit: a mask that is reshaped costs a conversion
     rows = tl.reshape(m[:, None] + (unit * 0)[None, :], (MP * R // 2,))
     pairs = tl.reshape((m * 0)[:, None] + unit[None, :], (MP * R // 2,))
     real = (rows < M) & (pairs < STRIPE // 2)
+    if FMA:
+        up = tl.zeros((MP, R), tl.float32)
+        wide = weight.to(tl.float32)
+        for i in tl.static_range(M):
+            row = tl.load(x + i * STRIDE_X + k, mask=k < K, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(tl.sum(row * row, axis=1), axis=0) / K + EPS)
+            part = tl.sum(tl.sum(wide * (row * norm)[:, None, :], axis=2), axis=0) * scale
+            up = tl.where((m == i)[:, None], part[None, :], up)
+    else:
+        here = (m < M)[None, :, None] & (k < K)[:, None, :]
+        row = tl.load(x + m[None, :, None] * STRIDE_X + k[:, None, :], mask=here, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(tl.sum(row * row, axis=2), axis=0) / K + EPS)
+        parts = tl.dot((row * norm[:, None, :]).to(PRODUCT), tl.permute(weight.to(PRODUCT), (0, 2, 1)),
+                       input_precision="ieee")
+        up = tl.sum(parts, axis=0) * scale[:, None]
+    up += tl.load(shared, mask=(m < M)[:, None] & (out < STRIPE)[None, :], other=0.0).to(tl.float32)
+    low, high = tl.split(tl.reshape(up, (MP, R // 2, 2)))
+    own = tl.reshape(make_pair(low, high), (MP * R // 2,))
     if PHASE != 2:
-        x = address(table, 0, tl.bfloat16, ALIGN)
-        if FMA:
-            up = tl.zeros((MP, R), tl.float32)
-            wide = weight.to(tl.float32)
-            for i in tl.static_range(M):
-                row = tl.load(x + i * STRIDE_X + k, mask=k < K, other=0.0).to(tl.float32)
-                scale = tl.rsqrt(tl.sum(tl.sum(row * row, axis=1), axis=0) / K + EPS)
-                part = tl.sum(tl.sum(wide * (row * norm)[:, None, :], axis=2), axis=0) * scale
-                up = tl.where((m == i)[:, None], part[None, :], up)
-        else:
-            here = (m < M)[None, :, None] & (k < K)[:, None, :]
-            row = tl.load(x + m[None, :, None] * STRIDE_X + k[:, None, :], mask=here, other=0.0).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(tl.sum(row * row, axis=2), axis=0) / K + EPS)
-            parts = tl.dot((row * norm[:, None, :]).to(PRODUCT), tl.permute(weight.to(PRODUCT), (0, 2, 1)),
-                           input_precision="ieee")
-            up = tl.sum(parts, axis=0) * scale[:, None]
-        shared = address(table, 3, tl.bfloat16, ALIGN) + m[:, None] * STRIDE_SHARED + out[None, :]
-        up += tl.load(shared, mask=(m < M)[:, None] & (out < STRIPE)[None, :], other=0.0).to(tl.float32)
-        low, high = tl.split(tl.reshape(up, (MP, R // 2, 2)))
-        word = tl.reshape(make_word(make_pair(low, high), epoch), (MP * R // 2,))
+        word = make_word(own, epoch, ARMED)
         for peer in tl.static_range(RANKS):
-            send(table, OWN + 4, peer, word, at, real, epoch, rank, RANKS, SLOT)
+            send(table, OWN, peer, word, at, real, epoch, rank, RANKS, SLOT, ARMED)
     if PHASE != 1:
-        got = receive(address(table, OWN, tl.int64, ALIGN), at, real, epoch,
-                      address(table, OWN + 2, tl.int32, ALIGN), rank, RANKS, PADDED, SLOT, LIMIT)
+        got = receive(table, OWN, own, at, real, epoch, rank, RANKS, PADDED, SLOT, LIMIT, ALIGN, ARMED)
         sender = tl.arange(0, PADDED)[:, None]
         y = address(table, 4, tl.int32, ALIGN) + rows[None, :] * STRIDE_Y + sender * (STRIPE // 2) + pairs[None, :]
         tl.store(y, got, mask=(sender < RANKS) & real[None, :])
@@ -294,15 +301,15 @@ def _words_between_rows(tensor: torch.Tensor) -> int:
     return nbytes // 4
 
 
-def _group(calls: Sequence[Call], links: Sequence[Link], columns: Sequence[Sequence[torch.Tensor]],
-           limit: int) -> dict[str, Any]:
+def _group(calls: Sequence[Call], links: Sequence[Link], columns: Sequence[Sequence[torch.Tensor]]) -> dict[str, Any]:
     """Constants of an exchange. Raises AssertionError when the mailboxes of the ranks differ."""
-    boxes = {tuple(call.scratch["mailbox"].shape) for call in calls}
+    boxes = {(*call.scratch["mailbox"].shape, call.scratch["mailbox"].dtype) for call in calls}
     assert len(boxes) == 1, f"mailboxes {boxes}"
-    ranks, slot = boxes.pop()[1:]
+    parts, ranks, slot, dtype = boxes.pop()
+    assert (parts, dtype) in ((2, torch.int64), (3, torch.int32)), f"a mailbox of {parts} parts of {dtype}"
     assert all(len(link.peers) == ranks for link in links), f"links to {[len(k.peers) for k in links]} of {ranks} ranks"
-    return {"RANKS": ranks, "PADDED": _padded(ranks), "SLOT": slot, "LIMIT": limit, "ALIGN": alignment(columns),
-            "DEPENDENT_LAUNCH": calls[0].dependent_launch}
+    return {"RANKS": ranks, "PADDED": _padded(ranks), "SLOT": slot, "LIMIT": calls[0].wait_limit,
+            "ALIGN": alignment(columns), "ARMED": parts == 3, "DEPENDENT_LAUNCH": calls[0].dependent_launch}
 
 
 def _launches(kernel: Any, grid: tuple[int, ...], table: torch.Tensor, constants: dict[str, Any], warps: int,
@@ -312,7 +319,7 @@ def _launches(kernel: Any, grid: tuple[int, ...], table: torch.Tensor, constants
     return made[0] if len(made) == 1 else LaunchSequence(made)
 
 
-def bind_exchange(calls: Sequence[Call], links: Sequence[Link], *, limit: int = 0) -> Launch:
+def bind_exchange(calls: Sequence[Call], links: Sequence[Link]) -> Launch:
     """One collective; ``calls`` and ``links`` are those of the ranks in this process."""
     first = calls[0]
     name = "k" if "k" in first.attrs else "y"
@@ -320,15 +327,16 @@ def bind_exchange(calls: Sequence[Call], links: Sequence[Link], *, limit: int = 
     columns = [[call.tensors["x"], call.tensors[out], call.get("positions") if name == "k" else call.tensors["x"]]
                for call in calls]
     columns = [[*c, c[0], c[0]] for c in columns]
-    return _bind_exchange(calls, links, columns, first.attrs[name], name == "k", None, limit)
+    return _bind_exchange(calls, links, columns, first.attrs[name], name == "k", None)
 
 
 def _bind_exchange(calls: Sequence[Call], links: Sequence[Link], columns: Sequence[Sequence[Any]],
-                   attrs: Any, token: bool, second: Sequence[torch.Tensor] | None, limit: int) -> Launch:
+                   attrs: Any, token: bool, second: Sequence[torch.Tensor] | None) -> Launch:
     """``columns``: x, y, positions, x and y of the second exchange; ``second`` is rank 0's when there is one."""
     first, x, y = calls[0], columns[0][0], columns[0][1]
-    constants = _group(calls, links, columns, limit)
+    constants = _group(calls, links, columns)
     ranks = constants["RANKS"]
+    assert not (constants["ARMED"] and x.dtype == torch.int64), "keys need flagged words"
     scatter = "dim" in attrs and y.shape[1] < x.shape[1]
     dtype = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64"}[x.dtype]
     rows, width = units(tuple(x.shape), dtype)
@@ -352,7 +360,7 @@ def _bind_exchange(calls: Sequence[Call], links: Sequence[Link], columns: Sequen
     return _launches(_exchange, (len(calls), blocks), table, constants, first.config["warps"], first.dependent_launch)
 
 
-def bind_mix(calls: Sequence[Call], links: Sequence[Link], *, limit: int = 0) -> Launch:
+def bind_mix(calls: Sequence[Call], links: Sequence[Link]) -> Launch:
     """Sum over ranks, residual add where the pattern has it, AttnRes and norm."""
     first = calls[0]
     x, h, p = first.tensors["x"], first.tensors["h"], first.get("p")
@@ -370,7 +378,7 @@ def bind_mix(calls: Sequence[Call], links: Sequence[Link], *, limit: int = 0) ->
                 call.tensors["weight"], call.tensors["h"] if call.get("p") is None else call.tensors["p"],
                 call.tensors["h"], call.scratch["grams"], call.scratch["row_epochs"],
                 *(call.rest[min(i, blocks - 1)] for i in range(8))] for call in calls]
-    constants = _group(calls, links, columns, limit) | {
+    constants = _group(calls, links, columns) | {
         "D": width, "PART": part, "SLICES": slices, "SLICES_PADDED": _padded(slices), "NB": blocks,
         "EPS": first.attrs["m"]["eps"], "OUT_EPS": first.attrs["h"]["eps"], "STRIDE_X": _words_between_rows(x),
         "STRIDE_PREFIX": row_stride(columns[0][1]), "STRIDE_BLOCK": strides.pop(),
@@ -380,21 +388,20 @@ def bind_mix(calls: Sequence[Call], links: Sequence[Link], *, limit: int = 0) ->
                      first.dependent_launch, (1, 2, 3) if INTERPRET else (0,))
 
 
-def bind_stripe(calls: Sequence[Call], links: Sequence[Link], *, limit: int = 0) -> Launch:
+def bind_stripe(calls: Sequence[Call], links: Sequence[Link]) -> Launch:
     """Norm, stripe of the up-projection, add, gather."""
     columns = [[call.tensors[n] for n in ("latent", "norm", "weight", "shared", "g")] for call in calls]
-    return _bind_stripe(calls, links, columns, limit)
+    return _bind_stripe(calls, links, columns)
 
 
-def _bind_stripe(calls: Sequence[Call], links: Sequence[Link], columns: Sequence[Sequence[torch.Tensor]],
-                 limit: int) -> Launch:
+def _bind_stripe(calls: Sequence[Call], links: Sequence[Link], columns: Sequence[Sequence[torch.Tensor]]) -> Launch:
     first = calls[0]
     latent, _, weight, shared, gathered = columns[0]
     rows, width = latent.shape
     stripe, own, warps = weight.shape[0], first.config["rows"], first.config["warps"]
     assert weight.is_contiguous(), f"weight {weight.stride()}"
     fma = rows <= 4
-    constants = _group(calls, links, columns, limit) | {
+    constants = _group(calls, links, columns) | {
         "M": rows, "MP": _padded(rows) if fma else 16, "K": width, "KB": warps,
         "KW": _padded(width, 16 * warps) // warps, "STRIPE": stripe, "R": own, "EPS": first.attrs["n"]["eps"],
         "STRIDE_X": row_stride(latent), "STRIDE_SHARED": row_stride(shared), "STRIDE_Y": _words_between_rows(gathered),
@@ -403,16 +410,16 @@ def _bind_stripe(calls: Sequence[Call], links: Sequence[Link], columns: Sequence
                      first.dependent_launch)
 
 
-def bind_tail(calls: Sequence[Call], links: Sequence[Sequence[Link]], *, limit: int = 0) -> Launch:
+def bind_tail(calls: Sequence[Call], links: Sequence[Sequence[Link]]) -> Launch:
     """Both sums of a sparse layer, then the stripe. ``links`` of the first mailbox and of the second."""
     sums = [[c.tensors["x"], c.scratch["latent"], c.tensors["x"], c.tensors["other"], c.scratch["shared"]]
             for c in calls]
-    first = _bind_exchange(calls, links[0], sums, calls[0].attrs["latent"], False, sums[0][3:], limit)
+    first = _bind_exchange(calls, links[0], sums, calls[0].attrs["latent"], False, sums[0][3:])
     names = ("mailbox", "epochs", "health")
     seconds = [replace(c, scratch={name: c.scratch[f"stripe_{name}"] for name in names}) for c in calls]
     columns = [[c.scratch["latent"], c.tensors["norm"], c.tensors["weight"], c.scratch["shared"], c.tensors["g"]]
                for c in calls]
-    second = _bind_stripe(seconds, links[1], columns, limit)
+    second = _bind_stripe(seconds, links[1], columns)
     return LaunchSequence(tuple(one for launch in (first, second) for one in _flat(launch)))
 
 

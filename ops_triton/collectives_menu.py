@@ -9,8 +9,9 @@ from ..compiler.ir import DTYPE_BYTES
 from ..compiler.kernel import KernelDef, Region
 
 ENTRY = "k3plan.ops_triton.collectives:bind_{}"
-ONE_SHOT_BYTES = 8 * 14336  # largest message that every rank sends whole to every other
-HEALTH = 4
+ONE_SHOT_BYTES = 15 * 8 * 14336  # most that a rank sends in all: 8 rows to 15 peers, 64 rows to one
+ARMED_BYTES = 32 * 1024  # messages above it go by armed words as a rule: half the bytes, one more store
+HEALTH = 8
 STRIPE_ROWS = 16  # most step rows of the up-projection's stripe
 
 
@@ -24,9 +25,9 @@ def units(shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
     return rows, columns * DTYPE_BYTES[dtype] // 4
 
 
-def mailbox(ranks: int, slot: int, blocks: int) -> dict[str, Scratch]:
-    """What an exchange of ``slot`` words a rank between ``blocks`` blocks of threads a rank keeps."""
-    return {"mailbox": Scratch((2, ranks, slot), "i64", zeroed=True, kept=True),
+def mailbox(ranks: int, slot: int, blocks: int, *, armed: bool = False) -> dict[str, Scratch]:
+    """What an exchange of ``slot`` words a rank between ``blocks`` blocks of threads a rank keeps (``exchange.py``)."""
+    return {"mailbox": Scratch((3 if armed else 2, ranks, slot), "i32" if armed else "i64", zeroed=True, kept=True),
             "epochs": Scratch((blocks,), "i32", zeroed=True, kept=True),
             "health": Scratch((HEALTH,), "i32", zeroed=True, kept=True)}
 
@@ -41,12 +42,18 @@ def _message(region: Region, name: str) -> tuple[int, int]:
 def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
     messages = [_message(region, name) for name in ("x", "other") if name in region.binding]
     blocks = sum(rows * -(-width // config["units"]) for rows, width in messages)
-    return mailbox(ranks_of(region), sum(rows * width for rows, width in messages), blocks)
+    return mailbox(ranks_of(region), sum(rows * width for rows, width in messages), blocks,
+                   armed=config.get("armed", False))
 
 
 def configs(region: Region) -> list[dict[str, Any]]:
-    """``units`` words a block; 16 ranks times 256 words fill the registers of 4 warps."""
-    return [{"units": u, "warps": w} for u, w in ((256, 4), (128, 4), (512, 8), (128, 2), (64, 2))]
+    """``units`` words a block; 16 ranks times 256 words fill the registers of 4 warps. ``armed`` where floats allow."""
+    flagged = [{"units": u, "warps": w} for u, w in ((256, 4), (128, 4), (512, 8), (128, 2), (64, 2))]
+    if region.value("x").dtype == "i64":
+        return flagged
+    armed = [{"units": u, "warps": w, "armed": True} for u, w in ((512, 4), (1024, 8), (256, 4), (1024, 4), (128, 4))]
+    rows, width = _message(region, "x")
+    return armed + flagged if rows * width * 4 > ARMED_BYTES else flagged + armed
 
 
 def _needs(region: Region) -> str | None:
@@ -63,8 +70,9 @@ def _needs(region: Region) -> str | None:
         if value.dtype == "bf16" and columns % (2 * ranks):
             return f"{columns} columns of bf16 over {ranks} ranks: words of 4 bytes would be shared"
         rows, width = _message(region, name)
-        if rows * width * 4 > ONE_SHOT_BYTES and any(n.op == "all_reduce" for n in region.nodes):
-            return f"{rows * width * 4} bytes to every rank, at most {ONE_SHOT_BYTES} pay"
+        sent = rows * width * 4 * (ranks - 1)
+        if sent > ONE_SHOT_BYTES and any(n.op == "all_reduce" for n in region.nodes):
+            return f"{sent} bytes from every rank, at most {ONE_SHOT_BYTES} pay"
     dims = [node.attrs["dim"] for node in region.nodes if "dim" in node.attrs]
     if any(dim != 1 for dim in dims):
         return "the kernel splits and joins columns"

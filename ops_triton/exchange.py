@@ -1,16 +1,27 @@
 """Words that carry data and flag between ranks: what the collective kernels share. Knows no op.
 
-A mailbox is i64 [2, ranks, slot] on each rank. A word is 4 bytes of data below an epoch of 4 bytes, so that both
-arrive together by one store of 8 bytes: nothing is zeroed or armed again, no payload can look like a flag, and no
-fence is needed. A block of threads talks only to the blocks of the same number on the other ranks. Each keeps its own
-epoch, counted up once a launch on the device; its lowest bit picks the half of the mailbox. Two halves are enough: a
-rank writes epoch e + 2 only after its launch e + 1 has ended, which has read what its peer sent after the peer's
-launch e had ended. Epochs wrap after 2^32 launches, harmless since only the two newest are ever in a mailbox.
+**Flagged words** (small messages). A mailbox is i64 [2, ranks, slot] on each rank. A word is 4 bytes of data below an
+epoch of 4 bytes, so that both arrive together by one store of 8 bytes: nothing is zeroed or armed again, no payload can
+look like a flag, and no fence is needed. A block of threads talks only to the blocks of the same number on the other
+ranks. Each keeps its own epoch, counted up once a launch on the device; its lowest bit picks the half of the mailbox.
+Two halves are enough: a rank writes epoch e + 2 only after its launch e + 1 has ended, which has read what its peer
+sent after the peer's launch e had ended. Epochs wrap after 2^32 launches, harmless since only the two newest are ever
+in a mailbox.
+
+**Armed words** (large messages of floats, half the bytes). A mailbox is i32 [3, ranks, slot]; a word is the complement
+of 4 bytes of data, and zero is a word that has not come. The one payload whose complement is zero, a NaN, is sent as
+another NaN. Epoch e uses part e mod 3, and in launch e a rank zeroes its own part of epoch e - 1. That part is written
+next in epoch e + 2, which a peer begins only after it has had this rank's words of e + 1, sent after launch e had
+ended. To zero the *next* part instead would hang: a peer may be a step ahead and have written there. Epochs count
+modulo 3 * 2^29.
 
 ``table`` i64 has one row for each rank of this process: addresses of its tensors, which a kernel names by column, then
-OWN_BOX, EPOCHS, HEALTH and RANK below, then the address of every rank's mailbox as this rank reaches it. Ranks are the
-fastest axis of a grid: the blocks that wait for each other start together, so that a launch for all ranks of one
-device cannot block itself as long as one such group fits on the device.
+its mailbox, epochs and health, its rank, the number of the launch, then the address of every rank's mailbox as this
+rank reaches it. Ranks are the fastest axis of a grid: the blocks that wait for each other start together, so that a
+launch for all ranks of one device cannot block itself as long as one such group fits on the device.
+
+``health`` i32 [8] is written when a bounded wait gives up: 1 + rank, launch, epoch, block, missing words, the ranks
+that they did not come from (a bit each). The first to give up writes; with it set no later wait of the kernel waits.
 """
 from __future__ import annotations
 
@@ -25,12 +36,17 @@ from ..compiler.call import Call, Link
 from .launching import COLLECT, INTERPRET, PUBLISH, WHOLE
 
 
+# columns after those of the tensors
+BOX, EPOCHS, HEALTH, RANK, NUMBER, PEERS = (tl.constexpr(column) for column in range(6))
+ARMED_EPOCHS = tl.constexpr(3 << 29)
+
+
 def make_table(calls: Sequence[Call], links: Sequence[Link], columns: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     """The address table of a launch; ``columns`` are the tensors of each rank in the order of the kernel."""
     rows = []
     for call, link, tensors in zip(calls, links, columns, strict=True):
         own = (call.scratch["mailbox"], call.scratch["epochs"], call.scratch["health"])
-        rows.append([*(t.data_ptr() for t in (*tensors, *own)), link.rank, *link.peers])
+        rows.append([*(t.data_ptr() for t in (*tensors, *own)), link.rank, call.number, *link.peers])
     return torch.tensor(rows, dtype=torch.int64, device=columns[0][0].device)
 
 
@@ -46,45 +62,91 @@ def address(table, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: tl.constexpr
 
 
 @triton.jit
-def make_word(data, epoch):
-    """i64 words of i32 data."""
-    return (data.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
+def next_epoch(epochs, ARMED: tl.constexpr):
+    """The epoch of this launch; the kernel stores it at its end."""
+    epoch = tl.load(epochs, volatile=True) + 1
+    if ARMED:
+        epoch = tl.where(epoch >= ARMED_EPOCHS, 0, epoch)
+    return epoch
 
 
 @triton.jit
-def send(table, PEERS: tl.constexpr, peer: tl.constexpr, word, at, mask, epoch, rank, RANKS: tl.constexpr,
-         SLOT: tl.constexpr):
-    """Stores words in this rank's slot of a peer's mailbox."""
-    box = tl.load(table + PEERS + peer).to(tl.pointer_type(tl.int64))
-    tl.store(box + ((epoch & 1) * RANKS + rank) * SLOT + at, word, mask=mask)
+def make_word(data, epoch, ARMED: tl.constexpr):
+    """Words of i32 data: i64 with the epoch above, or i32 that are never zero."""
+    if ARMED:
+        return tl.where(data == -1, 1, ~data)
+    else:
+        return (data.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
 
 
 @triton.jit
-def receive(box, at, mask, epoch, health, rank, RANKS: tl.constexpr, PADDED: tl.constexpr, SLOT: tl.constexpr,
-            LIMIT: tl.constexpr):
-    """i32 [PADDED, n] that all ranks have sent, zeros above RANKS; waits for them.
+def part_of(epoch, ARMED: tl.constexpr):
+    """Which part of a mailbox an epoch uses."""
+    if ARMED:
+        return epoch % 3
+    else:
+        return epoch & 1
 
-    LIMIT > 0 gives up after so many rounds and leaves (1 + rank, epoch, block, words missing) in ``health``.
+
+@triton.jit
+def send(table, OWN: tl.constexpr, peer: tl.constexpr, word, at, mask, epoch, rank, RANKS: tl.constexpr,
+         SLOT: tl.constexpr, ARMED: tl.constexpr):
+    """Stores words in this rank's slot of a peer's mailbox; a rank sends nothing to itself."""
+    box = tl.load(table + OWN + PEERS + peer).to(tl.pointer_type(tl.int32 if ARMED else tl.int64))
+    # a number with the mask's shape: the interpreter joins no other
+    away = (at * 0 + rank) != peer
+    tl.store(box + (part_of(epoch, ARMED) * RANKS + rank) * SLOT + at, word, mask=mask & away)
+
+
+@triton.jit
+def _late(words, wanted, epoch, ARMED: tl.constexpr):
+    """1 where a wanted word has not come."""
+    if ARMED:
+        return tl.where(wanted & (words == 0), 1, 0)
+    else:
+        return tl.where(wanted & ((words >> 32).to(tl.int32) != epoch), 1, 0)
+
+
+@triton.jit
+def receive(table, OWN: tl.constexpr, own, at, mask, epoch, rank, RANKS: tl.constexpr, PADDED: tl.constexpr,
+            SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr, ARMED: tl.constexpr):
+    """i32 [PADDED, n] of all ranks, ``own`` i32 [n] among them, zeros above RANKS; waits for the others.
+
+    LIMIT > 0 gives up after so many looks at the mailbox and reports in ``health``.
     """
     sender = tl.arange(0, PADDED)[:, None]
-    wanted = (sender < RANKS) & mask[None, :]
-    source = box + ((epoch & 1) * RANKS + sender) * SLOT + at[None, :]
+    wanted = (sender < RANKS) & (sender != rank) & mask[None, :]
+    box = address(table, OWN + BOX, tl.int32 if ARMED else tl.int64, ALIGN)
+    source = box + (part_of(epoch, ARMED) * RANKS + sender) * SLOT + at[None, :]
     words = tl.load(source, mask=wanted, other=0, volatile=True)
     if LIMIT == 0:
         # the condition reads what the loop carries and nothing else: triton 3.6 fails on fewer results
-        while tl.max(tl.max(tl.where(wanted & ((words >> 32).to(tl.int32) != epoch), 1, 0), axis=0), axis=0) > 0:
+        while tl.max(tl.max(_late(words, wanted, epoch, ARMED), axis=0), axis=0) > 0:
             words = tl.load(source, mask=wanted, other=0, volatile=True)
     else:
-        for _ in range(LIMIT):
-            if tl.max(tl.max(tl.where(wanted & ((words >> 32).to(tl.int32) != epoch), 1, 0), axis=0), axis=0) > 0:
-                words = tl.load(source, mask=wanted, other=0, volatile=True)
-        late = tl.sum(tl.sum(tl.where(wanted & ((words >> 32).to(tl.int32) != epoch), 1, 0), axis=0), axis=0)
-        if late > 0:
-            tl.store(health, 1 + rank)
-            tl.store(health + 1, epoch)
-            tl.store(health + 2, tl.program_id(1))
-            tl.store(health + 3, late)
-    return tl.where(wanted, (words & 0xFFFFFFFF).to(tl.int32), 0)
+        health = address(table, OWN + HEALTH, tl.int32, 4)
+        looks = tl.where(tl.load(health, volatile=True) == 0, 0, LIMIT)
+        while (tl.max(tl.max(_late(words, wanted, epoch, ARMED), axis=0), axis=0) > 0) & (looks < LIMIT):
+            words = tl.load(source, mask=wanted, other=0, volatile=True)
+            looks += 1
+        late = _late(words, wanted, epoch, ARMED)
+        missing = tl.sum(tl.sum(late, axis=0), axis=0)
+        if missing > 0:
+            if tl.atomic_cas(health, 0, 1 + rank) == 0:
+                tl.store(health + 1, tl.load(table + OWN + NUMBER).to(tl.int32))
+                tl.store(health + 2, epoch)
+                tl.store(health + 3, tl.program_id(1))
+                tl.store(health + 4, missing)
+                silent = tl.max(late, axis=1)
+                tl.store(health + 5, tl.sum(silent << tl.arange(0, PADDED), axis=0))
+    if ARMED:
+        # this rank's own slot of the epoch before is free again
+        before = (epoch + 2) % 3
+        tl.store(box + (before * RANKS + sender) * SLOT + at[None, :], words * 0, mask=wanted)
+        data = ~words
+    else:
+        data = (words & 0xFFFFFFFF).to(tl.int32)
+    return tl.where(wanted, data, tl.where((sender == rank) & mask[None, :], own[None, :], 0))
 
 
 @triton.jit

@@ -132,7 +132,7 @@ def test_every_kernel_has_a_case() -> None:
 
 
 def test_a_wait_that_gives_up_says_so(device: str) -> None:
-    """With a limit, a rank whose peers never send leaves its number, the epoch, the block and what is missing."""
+    """With a limit, a rank whose peers never send leaves its number, launch, epoch, block and what is missing from whom."""
     from k3plan.compiler.call import Call, emulated_links
     from k3plan.ops_triton.collectives import bind_exchange
     from k3plan.ops_triton.launching import LaunchSequence
@@ -140,12 +140,12 @@ def test_a_wait_that_gives_up_says_so(device: str) -> None:
     if device != "cpu":
         pytest.skip("a launch of one rank only needs the interpreter's halves")
     scratch = [{"mailbox": torch.zeros(2, 2, 32, dtype=torch.int64), "epochs": torch.zeros(1, dtype=torch.int32),
-                "health": torch.zeros(4, dtype=torch.int32)} for _ in range(2)]
+                "health": torch.zeros(8, dtype=torch.int32)} for _ in range(2)]
     calls = [Call({"x": torch.randn(1, 64).bfloat16(), "y": torch.zeros(1, 64, dtype=torch.bfloat16)},
-                  attrs={"y": {"ranks": 2, "reduce": "sum"}}, scratch=s, config={"units": 32, "warps": 4})
+                  attrs={"y": {"ranks": 2, "reduce": "sum"}}, scratch=s, config={"units": 32, "warps": 4}, number=7, wait_limit=3)
              for s in scratch]
     links = emulated_links([s["mailbox"] for s in scratch])
-    launch: Any = bind_exchange(calls[1:], links[1:], limit=3)
+    launch: Any = bind_exchange(calls[1:], links[1:])
     assert isinstance(launch, LaunchSequence)
     launch()
-    assert scratch[1]["health"].tolist() == [2, 1, 0, 32]
+    assert scratch[1]["health"].tolist() == [2, 7, 1, 0, 32, 1, 0, 0]
