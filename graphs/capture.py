@@ -1,9 +1,14 @@
-"""Boundary 6: a bound step as one CUDA graph. Everything is compiled and allocated before the capture begins."""
+"""Boundary 6: a bound step as one CUDA graph. Everything is compiled and allocated before the capture begins.
+
+A capture calls each launch once, on the stream that the plan gives it, with the waits of ``streams.py`` between
+streams. Whoever wants to look at the capture while it grows passes ``after``, which is called after each launch.
+"""
 from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +17,23 @@ import torch
 
 from ..compiler.errors import BindError
 from .bind import Executable
+from .streams import Waits, last_launches, stream_waits
 
 WARM_RUNS = 2
+Hook = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """One CUDA graph over the storage of ``executable``: write its inputs, replay, read its outputs."""
+    """One CUDA graph over the storage of ``executable``: write its inputs, replay, read its outputs.
+
+    ``captured_bytes`` is device memory that the capture itself took, ``seconds`` the time of warming up and capturing.
+    """
 
     executable: Executable
     graph: Any
-    captured_bytes: int  # device memory that the capture itself took
+    captured_bytes: int
+    seconds: float
 
     def replay(self) -> None:
         """Runs the step once on the current stream; copies nothing and allocates nothing."""
@@ -31,6 +42,17 @@ class CapturedStep:
     def time_us(self, replays: int = 10) -> float:
         """Median us of a replay, by events."""
         return replay_us(self.graph, replays)
+
+    def host_us(self, replays: int = 20) -> float:
+        """Median us that the host needs to start a replay; the GPU is idle before each, as in a decode loop."""
+        times = []
+        for _ in range(replays):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            self.graph.replay()
+            times.append((time.perf_counter() - started) * 1e6)
+        torch.cuda.synchronize()
+        return statistics.median(times)
 
 
 def replay_us(graph: Any, replays: int) -> float:
@@ -60,23 +82,67 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def capture(executable: Executable, pool: Any = None) -> CapturedStep:
-    """Captures one step. Runs it eagerly first, which compiles every kernel. Raises BindError off a GPU."""
+def capture(executable: Executable, pool: Any = None, *, after: Hook | None = None, warm_runs: int = WARM_RUNS,
+            keep_graph: bool = False) -> CapturedStep:
+    """Captures one step. Runs it eagerly first, which compiles every kernel. Raises BindError off a GPU.
+
+    ``pool`` is the memory pool of another capture to share. ``after`` is called with the number of each launch while
+    the stream of that launch is current. ``keep_graph`` keeps the graph that was instantiated, for the debugger.
+    """
     device = executable.ranks[0].arena.device
     if device.type != "cuda":
         raise BindError(f"a CUDA graph is captured on a GPU, the plan is bound to {device}\n"
                         "  fix: bind it with device='cuda'")
+    started = time.perf_counter()
     stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_RUNS):
-            executable.run()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    torch.cuda.synchronize(device)
+    warm_up(executable, stream, warm_runs)
+    waits = stream_waits(executable.plan)
+    side = {i: torch.cuda.Stream(device) for i in sorted({launch.stream for launch in executable.plan.launches}) if i}
     before = torch.cuda.memory_reserved(device)
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
     with no_garbage_collection(), torch.cuda.graph(graph, pool=pool, stream=stream,
                                                    capture_error_mode="thread_local"):
-        executable.run()
+        enqueue(executable, {0: stream, **side}, waits, after)
+    if keep_graph:
+        graph.instantiate()
     executable.poison()
-    return CapturedStep(executable, graph, torch.cuda.memory_reserved(device) - before)
+    torch.cuda.synchronize(device)
+    return CapturedStep(executable, graph, torch.cuda.memory_reserved(device) - before, time.perf_counter() - started)
+
+
+def warm_up(executable: Executable, stream: Any, runs: int) -> None:
+    """Eager steps on ``stream``: compiles, loads modules, fills the allocator's pools."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        for _ in range(runs):
+            executable.run()
+    torch.cuda.current_stream(stream.device).wait_stream(stream)
+    torch.cuda.synchronize(stream.device)
+
+
+def enqueue(executable: Executable, streams: Mapping[int, Any], waits: Waits, after: Hook | None = None) -> None:
+    """Every launch once, on its stream; a launch that needs another stream's result waits for it there.
+
+    All side streams are forked from stream 0 and joined to it at the end, as a capture demands.
+    """
+    launches, steps = executable.plan.launches, executable.steps
+    ends = (*executable.first[1:], len(steps))
+    events: dict[int, Any] = {}
+    wanted = {source for sources in waits.values() for source in sources} | set(last_launches(executable.plan))
+    forked = {0}
+    for index, launch in enumerate(launches):
+        stream = streams[launch.stream]
+        if launch.stream not in forked:
+            stream.wait_stream(streams[0])
+            forked.add(launch.stream)
+        for source in waits.get(index, ()):
+            stream.wait_event(events[source])
+        with torch.cuda.stream(stream):
+            for step in steps[executable.first[index] : ends[index]]:
+                step()
+            if after is not None:
+                after(index)
+        if index in wanted:
+            events[index] = stream.record_event()
+    for source in last_launches(executable.plan):
+        streams[0].wait_event(events[source])

@@ -1,0 +1,217 @@
+"""Where the time of a captured step goes, launch by launch, from inside a replay of the whole graph.
+
+A launch's share is what the step would end later because of it: from the latest end of everything before it to its own
+end. Shares add up to the step, whatever overlaps. The GPU's own time stamps of each kernel come through torch.profiler;
+``segment_us`` measures the same with events inside the graph, which disturb less and tell less, as a second witness.
+"""
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ...compiler.errors import RecordError
+from ...compiler.explain import table
+from ...compiler.plan import LaunchPlan
+from ..bind import Executable
+from ..capture import CapturedStep, capture
+from .record import Node, Record
+
+REPLAYS = 5
+TIMED = ("kernel", "memcpy", "memset")
+
+
+@dataclass(frozen=True)
+class Span:
+    """When a node ran, in us from the start of its replay."""
+
+    start: float
+    end: float
+
+
+def time_capture(step: CapturedStep, record: Record, replays: int = REPLAYS) -> Record:
+    """``record`` with times: of the replay undisturbed, of the host, and of each launch inside a profiled replay.
+
+    Raises RecordError when the profiler saw other nodes than the graph has.
+    """
+    replay_us, host_us = step.time_us(), step.host_us()
+    return with_times(record, profile(step.graph, record.nodes, replays), replay_us, host_us)
+
+
+def with_times(record: Record, replays: Sequence[Sequence[Span]], replay_us: float | None,
+               host_us: float | None) -> Record:
+    """``record`` with the median of each launch over ``replays``, each with a span for every timed node in order."""
+    timed = [node for node in record.nodes if node.kind in TIMED]
+    shares, busy, gaps = ([_median_of(column) for column in zip(*rows, strict=True)]
+                          for rows in zip(*(_shares(spans) for spans in replays), strict=True))
+    at = {node.index: i for i, node in enumerate(timed)}
+    launches = []
+    for launch in record.launches:
+        own = [at[n] for n in launch.nodes if n in at]
+        launches.append(replace(
+            launch, us=round(sum(shares[i] for i in own), 3), busy_us=round(sum(busy[i] for i in own), 3),
+            gap_us=round(sum(gaps[i] for i in own), 3)) if own else launch)
+    return replace(record, launches=tuple(launches), replay_us=_rounded(replay_us), host_us=_rounded(host_us))
+
+
+def _shares(spans: Sequence[Span]) -> tuple[list[float], list[float], list[float]]:
+    """Share, duration and gap of each node; nodes in graph order, which is the order of their starts in a stream."""
+    shares, busy, gaps, latest = [], [], [], 0.0
+    order = sorted(range(len(spans)), key=lambda i: (spans[i].end, spans[i].start))
+    share_of = [0.0] * len(spans)
+    gap_of = [0.0] * len(spans)
+    for i in order:
+        span = spans[i]
+        share_of[i] = span.end - latest
+        gap_of[i] = max(0.0, span.start - latest)
+        latest = span.end
+    for i, span in enumerate(spans):
+        shares.append(share_of[i])
+        busy.append(span.end - span.start)
+        gaps.append(gap_of[i])
+    return shares, busy, gaps
+
+
+def profile(graph: Any, nodes: Sequence[Node], replays: int = REPLAYS) -> list[list[Span]]:
+    """For each of ``replays`` replays the span of every timed node, in the order of ``nodes``."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    timed = [node for node in nodes if node.kind in TIMED]
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    with profiler(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        # the first replay under the profiler pays for its buffers
+        for _ in range(replays + 1):
+            graph.replay()
+            torch.cuda.synchronize()
+    events = sorted(device_events(seen), key=lambda e: e[1])
+    if len(events) != len(timed) * (replays + 1):
+        raise RecordError(f"the profiler saw {len(events)} kernels and copies in {replays + 1} replays of a graph with "
+                          f"{len(timed)}\n  fix: end whatever else uses this GPU from this process, and time again")
+    return [match(events[i * len(timed) : (i + 1) * len(timed)], timed) for i in range(1, replays + 1)]
+
+
+def device_events(seen: Any) -> Iterable[tuple[str, float, float]]:
+    """(name, start us, end us) of what ran on the GPU."""
+    for event in seen.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation():
+            start = event.start_ns() / 1e3
+            yield event.name(), start, start + event.duration_ns() / 1e3
+
+
+def match(events: Sequence[tuple[str, float, float]], nodes: Sequence[Node]) -> list[Span]:
+    """Spans of ``nodes``: events in the order of their starts; with several streams, function by function."""
+    start = events[0][1]
+    spans = [Span(a - start, b - start) for _, a, b in events]
+    if len({node.stream for node in nodes}) == 1:
+        return spans
+    waiting: dict[str, list[Span]] = {}
+    ours = {node.function for node in nodes}
+    for (name, _, _), span in zip(events, spans, strict=True):
+        waiting.setdefault(name if name in ours else "", []).append(span)
+    known = {name for name in waiting if name}
+    queues = {name: iter(found) for name, found in waiting.items()}
+    return [next(queues[node.function if node.function in known else ""]) for node in nodes]
+
+
+def segment_us(executable: Executable, cuts: Sequence[int], replays: int = 10) -> list[float]:
+    """Median us between the cuts of a capture that records an event after each launch of ``cuts`` (ascending).
+
+    An event costs its own time and a full edge; both are in every segment alike.
+    """
+    events = {cut: torch.cuda.Event(enable_timing=True, external=True) for cut in cuts}
+
+    def after(launch: int) -> None:
+        if launch in events:
+            events[launch].record()
+
+    step = capture(executable, after=after, warm_runs=0)
+    rows = []
+    for _ in range(replays + 1):
+        step.replay()
+        torch.cuda.synchronize()
+        marks = [events[cut] for cut in cuts]
+        rows.append([a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)])
+    return [statistics.median(column) for column in zip(*rows[1:], strict=True)]
+
+
+def _median_of(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def _rounded(us: float | None) -> float | None:
+    return None if us is None else round(us, 3)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Launches of one kernel at one shape and configuration: sums over ``count`` launches, in us."""
+
+    kernel: str
+    shape: str
+    config: str
+    source: str
+    count: int
+    us: float
+    busy_us: float
+    gap_us: float
+    floor_us: float
+    planned_us: float
+    measured: bool
+
+    def row(self) -> tuple[str, ...]:
+        n = self.count
+        return (self.kernel, self.shape, self.config, self.source, str(n), f"{self.us / n:.2f}",
+                f"{self.busy_us / n:.2f}", f"{self.gap_us / n:.2f}", f"{self.floor_us / n:.2f}",
+                f"{self.planned_us / n:.2f}{'m' if self.measured else 'p'}", f"{self.us / 1e3:.3f}",
+                f"{(self.us - self.planned_us) / 1e3:+.3f}")
+
+
+HEAD = ("kernel", "weights", "config", "config from", "count", "us", "busy", "gap", "floor", "planned", "total ms",
+        "over plan")
+
+
+def by_kind(plan: LaunchPlan, record: Record) -> list[Kind]:
+    """Launches grouped by kernel, shapes of weights and states, and configuration; the longest total first."""
+    groups: dict[tuple[str, str, str, str], list[int]] = {}
+    for index, launch in enumerate(plan.launches):
+        choice = plan.choice(launch)
+        config = " ".join(f"{k}={v}" for k, v in choice.config.items())
+        source = choice.config_source.split(";")[0].replace("tuned at the nearest shape", "near").replace(
+            "tuned at this shape", "tuned")
+        groups.setdefault((choice.kernel, _shape(plan, index), config, source), []).append(index)
+    kinds = []
+    for (kernel, shape, config, source), members in groups.items():
+        timed = [record.launches[i] for i in members]
+        choices = [plan.choice(plan.launches[i]) for i in members]
+        kinds.append(Kind(kernel, shape, config, source, len(members), sum(x.us or 0.0 for x in timed),
+                          sum(x.busy_us or 0.0 for x in timed), sum(x.gap_us or 0.0 for x in timed),
+                          sum(x.floor_us for x in timed), sum(c.us for c in choices), choices[0].measured))
+    return sorted(kinds, key=lambda k: -k.us)
+
+
+def _shape(plan: LaunchPlan, index: int) -> str:
+    """Shapes of the weights, states and caches that a launch reads, without vectors; else of its first output."""
+    launch = plan.launches[index]
+    held = [plan.tensors[n] for n in launch.inputs]
+    kept = [t.shape for t in held if plan.buffers[t.buffer].kind in ("weight", "state", "cache") and len(t.shape) > 1]
+    kept = kept or [plan.tensors[n].shape for n in launch.outputs[:1]]
+    return ",".join("x".join(map(str, shape)) for shape in kept)
+
+
+def show_kinds(kinds: Sequence[Kind]) -> str:
+    """The table that ``k3plan graph time`` prints."""
+    return table(HEAD, [kind.row() for kind in kinds], left=4)
+
+
+def totals(record: Record) -> Mapping[str, float]:
+    """Sums in us over the launches: shares, busy, gaps, floors."""
+    timed = record.launches
+    return {"us": sum(x.us or 0.0 for x in timed), "busy_us": sum(x.busy_us or 0.0 for x in timed),
+            "gap_us": sum(x.gap_us or 0.0 for x in timed), "floor_us": sum(x.floor_us for x in timed)}

@@ -1,0 +1,71 @@
+"""Shares of launches add up to the step whatever overlaps, and the table compares them with the plan."""
+from __future__ import annotations
+
+import pytest
+from made_records import made_record, on_streams, small_plan
+
+from k3plan.graphs.debug.record import Node
+from k3plan.graphs.debug.time import Span, by_kind, match, show_kinds, totals, with_times
+
+PLAN = small_plan()
+RECORD = made_record(PLAN)
+
+
+def chain(busy: float, every: float) -> list[Span]:
+    return [Span(i * every, i * every + busy) for i in range(len(RECORD.nodes))]
+
+
+def test_shares_add_up_to_the_step() -> None:
+    timed = with_times(RECORD, [chain(4.0, 5.0)], 260.0, 9.0)
+    count = len(timed.launches)
+    assert totals(timed)["us"] == pytest.approx(5.0 * count - 1.0)
+    assert totals(timed)["busy_us"] == pytest.approx(4.0 * count)
+    assert totals(timed)["gap_us"] == pytest.approx(count - 1.0)
+    assert (timed.replay_us, timed.host_us) == (260.0, 9.0)
+    assert timed.launches[1].us == 5.0
+
+
+def test_overlap_is_counted_once() -> None:
+    """With programmatic edges a kernel starts early and waits: its duration is not its share."""
+    timed = with_times(RECORD, [chain(7.0, 5.0)], None, None)
+    assert totals(timed)["us"] == pytest.approx(5.0 * len(timed.launches) + 2.0)
+    assert totals(timed)["gap_us"] == 0.0
+    assert timed.launches[3].busy_us == 7.0
+    assert timed.launches[3].us == 5.0
+
+
+def test_a_kernel_hidden_behind_another_costs_nothing() -> None:
+    spans = chain(5.0, 5.0)
+    spans[10], spans[11] = Span(50.0, 60.0), Span(52.0, 55.0)
+    timed = with_times(RECORD, [spans], None, None)
+    assert timed.launches[11].us == 5.0  # ends first, so the other's share is what is left
+    assert timed.launches[10].us == 5.0
+    assert totals(timed)["us"] == pytest.approx(max(s.end for s in spans))
+
+
+def test_the_median_of_replays() -> None:
+    timed = with_times(RECORD, [chain(4.0, 5.0), chain(4.0, 50.0), chain(4.0, 6.0)], None, None)
+    assert timed.launches[7].us == 6.0
+
+
+def test_kinds_sum_to_the_totals() -> None:
+    timed = with_times(RECORD, [chain(4.0, 5.0)], None, None)
+    kinds = by_kind(PLAN, timed)
+    assert sum(k.count for k in kinds) == len(PLAN.launches)
+    assert sum(k.us for k in kinds) == pytest.approx(totals(timed)["us"])
+    assert sum(k.planned_us for k in kinds) == pytest.approx(PLAN.us)
+    text = show_kinds(kinds)
+    assert "triton.kda_decode" in text
+    assert "7168x768" in text
+
+
+def test_events_of_two_streams_go_to_their_functions() -> None:
+    nodes = [Node(0, "kernel", "a"), Node(1, "kernel", "b", stream=1), Node(2, "kernel", "_Zlib"),
+             Node(3, "kernel", "b")]
+    events = [("a", 10.0, 11.0), ("void lib<1>()", 11.5, 12.5), ("b", 12.0, 13.0), ("b", 14.0, 15.0)]
+    assert match(events, nodes) == [Span(0.0, 1.0), Span(2.0, 3.0), Span(1.5, 2.5), Span(4.0, 5.0)]
+
+
+def test_a_second_stream_in_the_plan() -> None:
+    plan = on_streams(PLAN, 8)
+    assert made_record(plan).nodes[8].stream == 1
