@@ -88,8 +88,11 @@ def load_weights(
     *,
     device: str | torch.device = "cpu",
     progress: bool = False,
+    into: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Make every weight for ``rank``: name -> contiguous tensor of the recipe's shape in ``Weight.dtype``.
+
+    ``into`` has tensors to fill, by weight; without it they are allocated on ``device``.
 
     Weights are made file by file, and the reads of a file are sorted by offset. ``progress`` draws a bar of
     bytes when standard error is a terminal. Raises ``CheckpointError`` when a tensor is missing, differs from
@@ -105,7 +108,7 @@ def load_weights(
             for name in group:
                 recipe, dtype = weights[name].recipe, TORCH_DTYPES[weights[name].dtype]
                 shape = shape_of(recipe)
-                made[name] = torch.empty(shape, dtype=dtype, device=device)
+                made[name] = torch.empty(shape, dtype=dtype, device=device) if into is None else into[name]
                 filler.fill(made[name], recipe, whole(shape))
             filler.run(advance)
     return {name: made[name] for name in weights}
