@@ -75,3 +75,7 @@ class BindError(K3PlanError):
 
 class RecordError(K3PlanError):
     """A recorded capture is not one, has another version, or is of another plan."""
+
+
+class RankError(K3PlanError):
+    """One of several ranks differs, refused, or is gone. The text names it; every other rank stops too."""

@@ -26,6 +26,15 @@ class Knob:
 KNOBS: tuple[Knob, ...] = ()
 
 
+# of the libraries that k3plan drives: NVLink multicast can take the GPUs of a shared host out of service
+WITHOUT_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+def switch_off_multicast() -> None:
+    """For this process and those that it starts; before torch.distributed is used."""
+    os.environ.update(WITHOUT_MULTICAST)
+
+
 def unknown() -> list[str]:
     """Variables that are set, look like ours and are not: most likely a misspelled or withdrawn flag."""
     known = {knob.name for knob in KNOBS}
