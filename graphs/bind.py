@@ -47,6 +47,7 @@ class Executable:
     ranks: tuple[Rank, ...]
     steps: tuple[Callable[[], None], ...]  # of all launches in order; a launch has one a rank, a collective one
     first: tuple[int, ...]  # index of each launch's first step
+    sequences: int  # slots of the states, and sequences that the pages are for; more than the plan's when shared
 
     @property
     def outputs(self) -> dict[str, Tensor]:
@@ -62,7 +63,7 @@ class Executable:
             if tensor.shape != bound.shape:
                 raise BindError(f"{name}: shape {tuple(tensor.shape)}, the plan has {tuple(bound.shape)}\n"
                                 "  fix: pad to the plan's rows with -1, or compile a plan of that size")
-            _check_range(self.plan, name, tensor)
+            check_range(self, name, tensor)
             for rank in self.ranks:
                 rank.tensors[name].copy_(tensor)
 
@@ -88,11 +89,13 @@ class Executable:
 
 
 def bind(plan: LaunchPlan, source: TensorSource | RankRandom, *, device: str | torch.device = "cpu",
-         transport: Transport | str = "emulated", progress: bool = False, wait_limit: int = 0) -> Executable:
+         transport: Transport | str = "emulated", progress: bool = False, wait_limit: int = 0,
+         shared: Executable | None = None) -> Executable:
     """Loads the weights of the transport's ranks from ``source``, allocates and resolves each launch to a callable.
 
     ``transport`` is a Transport, or "emulated" or "loopback". ``wait_limit`` bounds every wait between ranks to so
-    many looks at the mailbox, for debugging; 0 waits for ever.
+    many looks at the mailbox, for debugging; 0 waits for ever. ``shared`` is another plan of the same model, bound for
+    at least as many sequences: its weights, states and caches are used here too, and only what differs is loaded.
 
     Raises CheckpointError (weights) and BindError (a kernel that cannot run on ``device``).
     """
@@ -101,16 +104,19 @@ def bind(plan: LaunchPlan, source: TensorSource | RankRandom, *, device: str | t
     # first of all: between processes this is a meeting, and whatever fails later fails alone
     boxes = transport.allocate_mailboxes(mailbox_sizes(plan), torch.device(device))
     ranks = []
-    for index, own in zip(indices, boxes, strict=True):
+    for number, (index, own) in enumerate(zip(indices, boxes, strict=True)):
         load = source.load if isinstance(source, RankRandom) else partial(load_weights, source)
-        weights = load(plan.weights, index, device=device, progress=progress)
-        ranks.append(_allocate(plan, index, {**weights, **own}, torch.device(device)))
+        kept = _kept(plan, shared, number) if shared is not None else {}
+        wanted = {name: weight for name, weight in plan.weights.items() if name not in kept}
+        weights = load(wanted, index, device=device, progress=progress)
+        ranks.append(_allocate(plan, index, {**weights, **own, **kept}, torch.device(device)))
     steps: list[Callable[[], None]] = []
     first = []
     for number, launch in enumerate(plan.launches):
         first.append(len(steps))
         steps += _resolve(plan, launch, ranks, transport, number, wait_limit)
-    executable = Executable(plan, tuple(ranks), tuple(steps), tuple(first))
+    sequences = plan.spec.step.sequences if shared is None else shared.sequences
+    executable = Executable(plan, tuple(ranks), tuple(steps), tuple(first), sequences)
     executable.poison()
     return executable
 
@@ -122,19 +128,37 @@ def mailbox_sizes(plan: LaunchPlan) -> dict[str, int]:
     return {name: plan.buffers[name].bytes for name in sorted(names)}
 
 
-def _check_range(plan: LaunchPlan, name: str, tensor: Tensor) -> None:
-    step = plan.spec.step
-    pages = step.sequences * -(-step.context // step.page_size)
-    low, high = {
-        "tokens": (-1, plan.spec.model.vocab - 1), "positions": (-1, step.context - 1),
-        "slots": (-1, step.sequences - 1), "page_table": (-1, pages - 1), "accepted": (1, step.query),
-    }[name]
-    if tensor.numel() and (int(tensor.min()) < low or int(tensor.max()) > high):
+def _kept(plan: LaunchPlan, shared: Executable, number: int) -> dict[str, Tensor]:
+    """Weights, states and caches of a rank of ``shared`` that are ``plan``'s too."""
+    other, tensors = shared.plan, shared.ranks[number].tensors
+    kept = {name: tensors[name] for name, weight in plan.weights.items() if other.weights.get(name) == weight}
+    for name, buffer in plan.buffers.items():
+        if buffer.kind in ("state", "cache"):
+            bound, wanted = tensors.get(name), plan.tensors[name]
+            if bound is None or bound.shape[1:] != wanted.shape[1:] or bound.shape[0] < wanted.shape[0]:
+                raise BindError(f"{name}: shape {wanted.shape}, the plan that was bound first has no such tensor\n"
+                                "  fix: compile both plans from one file, and bind the one of most sequences first")
+            kept[name] = bound
+    return kept
+
+
+def check_range(executable: Executable, name: str, tensor: Tensor) -> None:
+    """Raises BindError: a value of step input ``name`` that the storage does not have. Reads the values back."""
+    step, sequences = executable.plan.spec.step, executable.sequences
+    pages = sequences * -(-step.context // step.page_size)
+    limits = {
+        "tokens": (-1, executable.plan.spec.model.vocab - 1), "positions": (-1, step.context - 1),
+        "slots": (-1, sequences - 1), "page_table": (-1, pages - 1), "accepted": (1, step.query),
+    }
+    if name not in limits or not tensor.numel():
+        return
+    low, high = limits[name]
+    if int(tensor.min()) < low or int(tensor.max()) > high:
         raise BindError(f"{name}: values {int(tensor.min())} to {int(tensor.max())}, the plan allows {low} to {high}")
 
 
 def _allocate(plan: LaunchPlan, index: int, given: Mapping[str, Tensor], device: torch.device) -> Rank:
-    """The storage of a rank; ``given`` are its weights and mailboxes."""
+    """The storage of a rank; ``given`` are its weights and mailboxes, and storage of another plan."""
     arena = torch.empty(plan.arena_bytes, dtype=torch.uint8, device=device)
     buffers = {}
     for name, buffer in plan.buffers.items():
@@ -144,15 +168,20 @@ def _allocate(plan: LaunchPlan, index: int, given: Mapping[str, Tensor], device:
             buffers[name] = given[name].reshape(-1).view(torch.uint8)
         else:
             buffers[name] = torch.zeros(buffer.bytes, dtype=torch.uint8, device=device)
-    tensors = {name: _view(buffers[placed.buffer], placed) for name, placed in plan.tensors.items()}
+    tensors = {name: _view(buffers[placed.buffer], placed, plan.buffers[placed.buffer].kind)
+               for name, placed in plan.tensors.items()}
     for name in plan.inputs:
-        tensors[name].fill_(index if name == "rank" else 1 if name == "accepted" else -1)
+        empty = -1 if plan.tensors[name].dtype == "i32" else 0
+        tensors[name].fill_(index if name == "rank" else 1 if name == "accepted" else empty)
     return Rank(index, arena, buffers, tensors)
 
 
-def _view(storage: Tensor, placed: Placed) -> Tensor:
-    return storage.view(TORCH_DTYPES[placed.dtype]).as_strided(
-        placed.shape, placed.stride, storage.storage_offset() // TORCH_DTYPES[placed.dtype].itemsize + placed.offset)
+def _view(storage: Tensor, placed: Placed, kind: str) -> Tensor:
+    typed, shape = storage.view(TORCH_DTYPES[placed.dtype]), placed.shape
+    if kind in ("state", "cache"):
+        # storage of a larger plan has more slots or pages, and its scratch one is the last of those
+        shape = (typed.numel() // placed.stride[0], *shape[1:])
+    return typed.as_strided(shape, placed.stride, typed.storage_offset() + placed.offset)
 
 
 def _resolve(plan: LaunchPlan, launch: Launch, ranks: list[Rank], transport: Transport, number: int,
