@@ -80,19 +80,38 @@ def yaml_line(origins: Mapping[str, Origin], field: str) -> str:
 
 
 def render(findings: Sequence[Finding], clean: str = "no findings") -> str:
-    """All findings, the worst first; equal ones of several layers once. ``clean`` is said when there are none."""
+    """All findings, the worst first; equal ones of several launches once, notes of one code together. ``clean`` is
+    said when there are none."""
     if not findings:
         return clean
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in sorted(findings, key=lambda f: SEVERITIES.index(f.severity)):
         groups.setdefault((finding.code, finding.text, finding.fix), []).append(finding)
+    notes: dict[tuple[str, str], list[list[Finding]]] = {}
     shown = []
-    for same in groups.values():
-        more = f"\n    and at {len(same) - 1} more: {', '.join(f.launch or '-' for f in same[1:6])}" \
-            + (", ..." if len(same) > 6 else "") if len(same) > 1 else ""
-        head, _, fix = str(same[0]).rpartition("\n  fix: ")
-        shown.append(f"{head}{more}\n  fix: {fix}")
+    for (code, _, fix), same in groups.items():
+        if same[0].severity == "note":
+            notes.setdefault((code, fix), []).append(same)
+        else:
+            shown.append(_show(same))
+    for (code, fix), told in notes.items():
+        if len(told) == 1:
+            shown.append(_show(told[0]))
+            continue
+        lines = [f"    {same[0].text} ({same[0].launch or same[0].where}{_more(same)})" for same in told]
+        shown.append("\n".join([f"{code} note: {CODES[code].title}", *lines, f"  fix: {fix}"]))
     return "\n".join([*shown, count_line(findings)])
+
+
+def _show(same: Sequence[Finding]) -> str:
+    head, _, fix = str(same[0]).rpartition("\n  fix: ")
+    others = ", ".join(f.launch or "-" for f in same[1:6]) + (", ..." if len(same) > 6 else "")
+    more = f"\n    and at {len(same) - 1} more: {others}" if len(same) > 1 else ""
+    return f"{head}{more}\n  fix: {fix}"
+
+
+def _more(same: Sequence[Finding]) -> str:
+    return f" and {len(same) - 1} more" if len(same) > 1 else ""
 
 
 def count_line(findings: Iterable[Finding]) -> str:
