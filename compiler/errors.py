@@ -79,3 +79,7 @@ class RecordError(K3PlanError):
 
 class RankError(K3PlanError):
     """One of several ranks differs, refused, or is gone. The text names it; every other rank stops too."""
+
+
+class AddressError(K3PlanError):
+    """A captured step would read memory that has moved, was released, or is older than the parameters."""
