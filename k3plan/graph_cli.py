@@ -14,6 +14,8 @@ graph_app = typer.Typer(no_args_is_help=True, help="Look into a captured graph: 
 
 RecordFile = Annotated[Path, typer.Argument(help="Capture that graph record --out wrote.", show_default=False)]
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="Its launch plan; else CAPTURE.plan.json.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value.")]
+Rows = Annotated[str, typer.Option("--rows", help="Sequences x verify rows, such as 1x8; else the plan file's.")]
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
@@ -36,6 +38,11 @@ def plan_path(record: Path) -> Path:
     return record.with_suffix(".plan.json")
 
 
+def _row_settings(rows: str) -> list[str]:
+    sequences, _, query = rows.partition("x")
+    return [f"step.sequences={sequences}", f"step.query={query or 1}"] if rows else []
+
+
 @graph_app.command()
 def diff(old: Annotated[Path, typer.Argument(help="Launch plan or capture.", show_default=False)],
          new: Annotated[Path, typer.Argument(help="Launch plan or capture.", show_default=False)],
@@ -46,3 +53,48 @@ def diff(old: Annotated[Path, typer.Argument(help="Launch plan or capture.", sho
     difference = diff_files(old, new)
     typer.echo(difference.to_json() if json_ else str(difference))
     raise typer.Exit(int(not difference.equal))
+
+
+@graph_app.command()
+def record(plan: Annotated[Path, typer.Argument(help="Plan file (YAML).", show_default=False)],
+           out: Annotated[Path, typer.Option(help="Capture to write; its plan goes beside it.")],
+           set_: Overrides = None, rows: Rows = "",
+           timed: Annotated[bool, typer.Option("--time/--no-time", help="Time each launch as well.")] = True) -> None:
+    """Capture a step with random weights on this GPU and write down its graph, for every other command here."""
+    from .face import compile_plan
+    from .graphs.debug.session import record_random
+
+    compiled = compile_plan(plan, [*(set_ or ()), *_row_settings(rows)])
+    found = record_random(compiled, timed=timed)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    found.save(out)
+    compiled.save(plan_path(out))
+    typer.echo(f"{out}: {len(found.nodes)} nodes of {len(found.launches)} launches; {plan_path(out)}: the plan")
+
+
+@graph_app.command()
+def inspect(captures: Annotated[list[Path], typer.Argument(help="Captures of one model.", show_default=False)],
+            plan: PlanOption = None, json_: AsJson = False) -> None:
+    """Hold a capture against its plan: nodes, launches, geometry, edges, streams. Exits with 1 on an error found."""
+    from .graphs.debug.findings import failed, render
+    from .graphs.debug.inspect import compare_buckets
+    from .graphs.debug.inspect import inspect as examine
+
+    loaded = [load_capture(path, plan) for path in captures]
+    found = [examine(its_plan, its_record) for its_record, its_plan in loaded]
+    together = compare_buckets([its_record for its_record, _ in loaded]) if len(loaded) > 1 else []
+    if json_:
+        typer.echo("[" + ",\n".join(one.to_json() for one in found) + "]")
+    else:
+        typer.echo("\n\n".join([*map(str, found), *([f"buckets\n{render(together)}"] if together else [])]))
+    raise typer.Exit(int(failed([*together, *(f for one in found for f in one.findings)])))
+
+
+@graph_app.command("time")
+def time_(capture: RecordFile, plan: PlanOption = None,
+          by: Annotated[str, typer.Option(help="kind or launch.")] = "kind", json_: AsJson = False) -> None:
+    """Say where the time of a recorded step went: us, bytes, floor and gap, and what the plan expected."""
+    from .graphs.debug.time_table import show_times, times_json
+
+    found, its_plan = load_capture(capture, plan)
+    typer.echo(times_json(its_plan, found, by) if json_ else show_times(its_plan, found, by))

@@ -61,6 +61,12 @@ class KernelLaunch:
         self.kernel.warmup(**self.pointers, **self.constants, grid=self.grid, num_warps=self.num_warps,
                            num_stages=self.num_stages, **self.options)
 
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, as the compiler laid it out. Compiles where that has not been done."""
+        compiled = self.kernel.warmup(**self.pointers, **self.constants, grid=self.grid, num_warps=self.num_warps,
+                                      num_stages=self.num_stages, **self.options)
+        return int(compiled.metadata.shared)
+
 
 @dataclass(frozen=True)
 class LaunchSequence:

@@ -65,7 +65,7 @@ class Edge:
 
 
 class Bound(NamedTuple):
-    """A kernel that a bound launch says it starts; ``shared_bytes`` by its compiler, None when unknown."""
+    """A kernel that a bound launch says it starts; ``function`` is empty and ``shared_bytes`` None when unknown."""
 
     function: str
     grid: tuple[int, int, int]

@@ -7,7 +7,7 @@ end. Shares add up to the step, whatever overlaps. The GPU's own time stamps of 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -15,8 +15,6 @@ from typing import Any
 import torch
 
 from ...compiler.errors import RecordError
-from ...compiler.explain import table
-from ...compiler.plan import LaunchPlan
 from ..bind import Executable
 from ..capture import CapturedStep, capture
 from .record import Node, Record
@@ -147,71 +145,3 @@ def _median_of(values: Iterable[float]) -> float:
 
 def _rounded(us: float | None) -> float | None:
     return None if us is None else round(us, 3)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Launches of one kernel at one shape and configuration: sums over ``count`` launches, in us."""
-
-    kernel: str
-    shape: str
-    config: str
-    source: str
-    count: int
-    us: float
-    busy_us: float
-    gap_us: float
-    floor_us: float
-    planned_us: float
-    measured: bool
-
-    def row(self) -> tuple[str, ...]:
-        n = self.count
-        return (self.kernel, self.shape, self.config, self.source, str(n), f"{self.us / n:.2f}",
-                f"{self.busy_us / n:.2f}", f"{self.gap_us / n:.2f}", f"{self.floor_us / n:.2f}",
-                f"{self.planned_us / n:.2f}{'m' if self.measured else 'p'}", f"{self.us / 1e3:.3f}",
-                f"{(self.us - self.planned_us) / 1e3:+.3f}")
-
-
-HEAD = ("kernel", "weights", "config", "config from", "count", "us", "busy", "gap", "floor", "planned", "total ms",
-        "over plan")
-
-
-def by_kind(plan: LaunchPlan, record: Record) -> list[Kind]:
-    """Launches grouped by kernel, shapes of weights and states, and configuration; the longest total first."""
-    groups: dict[tuple[str, str, str, str], list[int]] = {}
-    for index, launch in enumerate(plan.launches):
-        choice = plan.choice(launch)
-        config = " ".join(f"{k}={v}" for k, v in choice.config.items())
-        source = choice.config_source.split(";")[0].replace("tuned at the nearest shape", "near").replace(
-            "tuned at this shape", "tuned")
-        groups.setdefault((choice.kernel, _shape(plan, index), config, source), []).append(index)
-    kinds = []
-    for (kernel, shape, config, source), members in groups.items():
-        timed = [record.launches[i] for i in members]
-        choices = [plan.choice(plan.launches[i]) for i in members]
-        kinds.append(Kind(kernel, shape, config, source, len(members), sum(x.us or 0.0 for x in timed),
-                          sum(x.busy_us or 0.0 for x in timed), sum(x.gap_us or 0.0 for x in timed),
-                          sum(x.floor_us for x in timed), sum(c.us for c in choices), choices[0].measured))
-    return sorted(kinds, key=lambda k: -k.us)
-
-
-def _shape(plan: LaunchPlan, index: int) -> str:
-    """Shapes of the weights, states and caches that a launch reads, without vectors; else of its first output."""
-    launch = plan.launches[index]
-    held = [plan.tensors[n] for n in launch.inputs]
-    kept = [t.shape for t in held if plan.buffers[t.buffer].kind in ("weight", "state", "cache") and len(t.shape) > 1]
-    kept = kept or [plan.tensors[n].shape for n in launch.outputs[:1]]
-    return ",".join("x".join(map(str, shape)) for shape in kept)
-
-
-def show_kinds(kinds: Sequence[Kind]) -> str:
-    """The table that ``k3plan graph time`` prints."""
-    return table(HEAD, [kind.row() for kind in kinds], left=4)
-
-
-def totals(record: Record) -> Mapping[str, float]:
-    """Sums in us over the launches: shares, busy, gaps, floors."""
-    timed = record.launches
-    return {"us": sum(x.us or 0.0 for x in timed), "busy_us": sum(x.busy_us or 0.0 for x in timed),
-            "gap_us": sum(x.gap_us or 0.0 for x in timed), "floor_us": sum(x.floor_us for x in timed)}

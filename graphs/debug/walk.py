@@ -169,10 +169,13 @@ def bound_kernels(step: Callable[[], None]) -> Iterator[Bound]:
     if hasattr(step, "launches"):
         for one in step.launches:
             yield from bound_kernels(one)
-    elif hasattr(step, "grid") and hasattr(step, "kernel"):
+    elif hasattr(step, "grid"):
         grid = tuple(step.grid) + (1,) * (3 - len(step.grid))
-        shared = step.shared_bytes() if hasattr(step, "shared_bytes") else None
-        yield Bound(step.kernel.__name__, grid, 32 * getattr(step, "num_warps", 4), shared)
+        if hasattr(step, "num_warps"):
+            yield Bound(step.kernel.__name__, grid, 32 * step.num_warps, step.shared_bytes())
+        else:
+            # a CuTe kernel's name in the binary is the DSL's
+            yield Bound("", grid, step.threads, step.shared)
 
 
 def pointers(executable: Executable) -> tuple[Pointer, ...]:
@@ -211,7 +214,9 @@ def _tables(executable: Executable, known: Sequence[tuple[int, int]]) -> Iterato
     for index, launch in enumerate(executable.plan.launches):
         for step in executable.steps[executable.first[index] : ends[index]]:
             for one in getattr(step, "launches", (step,)):
-                for name, tensor in getattr(one, "pointers", {}).items():
+                for name, tensor in (getattr(one, "pointers", None) or getattr(one, "arguments", {})).items():
+                    if not isinstance(tensor, torch.Tensor):
+                        continue
                     at = tensor.data_ptr()
                     place = bisect.bisect_right(known, (at, 1 << 62)) - 1
                     if tensor.numel() and not (place >= 0 and at < known[place][1]):

@@ -1,11 +1,15 @@
 """Shares of launches add up to the step whatever overlaps, and the table compares them with the plan."""
 from __future__ import annotations
 
+import json
+
 import pytest
 from made_records import made_record, on_streams, small_plan
 
-from k3plan.graphs.debug.record import Node
-from k3plan.graphs.debug.time import Span, by_kind, match, show_kinds, totals, with_times
+from k3plan.compiler.errors import RecordError
+from k3plan.graphs.debug.record import Node, Record
+from k3plan.graphs.debug.time import Span, match, with_times
+from k3plan.graphs.debug.time_table import by_kind, show_kinds, show_times, times_json, totals
 
 PLAN = small_plan()
 RECORD = made_record(PLAN)
@@ -69,3 +73,21 @@ def test_events_of_two_streams_go_to_their_functions() -> None:
 def test_a_second_stream_in_the_plan() -> None:
     plan = on_streams(PLAN, 8)
     assert made_record(plan).nodes[8].stream == 1
+
+
+def test_tables_and_their_json() -> None:
+    timed = with_times(RECORD, [chain(4.0, 5.0)], 260.0, 9.0)
+    text = show_times(PLAN, timed, "launch")
+    assert len(text.splitlines()) == len(PLAN.launches) + 4
+    assert text.splitlines()[-1].endswith(f"{5.0 * len(PLAN.launches) - 1:.1f}")
+    data = json.loads(times_json(PLAN, timed, "launch"))
+    assert data["totals"]["us"] == pytest.approx(sum(row["us"] for row in data["launches"]))
+    assert f"{(5 * len(PLAN.launches) - 1) / 260:.2f} of the replay" in show_times(PLAN, timed)
+
+
+@pytest.mark.parametrize(("record", "by", "message"), [
+    (RECORD, "kind", "was not timed"), (RECORD, "hour", "no table by"),
+])
+def test_what_cannot_be_shown(record: Record, by: str, message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        show_times(PLAN, record, by)

@@ -45,12 +45,20 @@ class Kernel:
 class BoundLaunch:
     kernel, grid, num_warps = Kernel(), (7, 8), 4
 
+    def shared_bytes(self) -> int:
+        return 512
+
+
+class CuteLaunch:
+    kernel, grid, threads, shared = None, (7, 8, 1), 96, 2048
+
 
 class Sequence:
     launches = (BoundLaunch(), BoundLaunch())
 
 
 def test_bound_kernels() -> None:
-    assert list(bound_kernels(BoundLaunch())) == [("_attn_res", (7, 8, 1), 128, None)]
+    assert list(bound_kernels(BoundLaunch())) == [("_attn_res", (7, 8, 1), 128, 512)]
+    assert list(bound_kernels(CuteLaunch())) == [("", (7, 8, 1), 96, 2048)]
     assert len(list(bound_kernels(Sequence()))) == 2
     assert list(bound_kernels(lambda: None)) == []
