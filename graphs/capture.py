@@ -83,11 +83,12 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def capture(executable: Executable, pool: Any = None, *, after: Hook | None = None, warm_runs: int = WARM_RUNS,
-            keep_graph: bool = False) -> CapturedStep:
+            keep_graph: bool = False, error_mode: str = "thread_local") -> CapturedStep:
     """Captures one step. Runs it eagerly first, which compiles every kernel. Raises BindError off a GPU.
 
     ``pool`` is the memory pool of another capture to share. ``after`` is called with the number of each launch while
     the stream of that launch is current. ``keep_graph`` keeps the graph that was instantiated, for the debugger.
+    ``error_mode`` is CUDA's: whose unsafe calls break the capture ("global", "thread_local" or "relaxed").
     """
     device = executable.ranks[0].arena.device
     if device.type != "cuda":
@@ -101,7 +102,7 @@ def capture(executable: Executable, pool: Any = None, *, after: Hook | None = No
     before = torch.cuda.memory_reserved(device)
     graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
     with no_garbage_collection(), torch.cuda.graph(graph, pool=pool, stream=stream,
-                                                   capture_error_mode="thread_local"):
+                                                   capture_error_mode=error_mode):
         enqueue(executable, {0: stream, **side}, waits, after)
     if keep_graph:
         graph.instantiate()
