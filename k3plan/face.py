@@ -40,3 +40,9 @@ def compile_plan(path: str | os.PathLike[str], overrides: Sequence[str] = ()) ->
     """
     spec = load_spec(path, overrides)
     return compile_spec(spec, kernels(), tuning(spec.gpu))
+
+
+def compile_buckets(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> list[LaunchPlan]:
+    """One launch plan for each of the plan file's ``capture.buckets`` (numbers of sequences), ascending."""
+    buckets = load_spec(path, overrides).buckets
+    return [compile_plan(path, [*overrides, f"step.sequences={bucket}"]) for bucket in buckets]
