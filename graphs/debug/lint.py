@@ -96,7 +96,7 @@ def _ops(plan: LaunchPlan, launch: Launch) -> str:
 def _differences(plan: LaunchPlan, first: Trace, second: Trace, origins: Origins | None) -> Iterator[Finding]:
     """Calls of the two steps side by side, launch by launch."""
     for number, launch in enumerate(plan.launches):
-        before, after = ([e for e in t.events if e.launch == number and e.kind in ("kernel", "op")]
+        before, after = ([e for e in t.events if e.launch == number and e.kind in ("kernel", "op", "view")]
                          for t in (first, second))
         tell = partial(find, plan=plan, launch=launch, origins=origins)
         if [e.name for e in before] != [e.name for e in after]:
@@ -189,10 +189,10 @@ def check_inputs(plan: LaunchPlan, inputs: Mapping[str, Tensor], origins: Origin
     found = []
     for sequence, row in enumerate(positions.tolist()):
         live = [p for p in row if p >= 0]
-        if live and (len(live) != len(row) and row[0] < 0):
+        if live and row[0] < 0:
             found.append(find("CG-047", f"sequence {sequence} ends at position {live[-1]}, shorter than its "
                               f"{step.query} verify rows", plan=plan, origins=origins, field="step.query"))
-        elif live != [*range(live[0], live[0] + len(live))] if live else False:
+        elif live and live != [*range(live[0], live[0] + len(live))]:
             found.append(find("CG-047", f"sequence {sequence} has positions {row}, which do not follow each other",
                               plan=plan, origins=origins, field="step.query"))
     return found

@@ -6,7 +6,6 @@ the trace runs. What other libraries launch is seen as the effect it has (alloca
 """
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -27,11 +26,12 @@ WATCH = "k3plan.ops_triton.watch:watch"
 # ops whose result or its shape is needed on the host
 READS_BACK = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "_unique", "_unique2",
               "equal", "bincount", "allclose")
+NO_KERNEL = ("empty", "new_empty", "detach", "alias", "lift_fresh", "set_", "resize_", "_local_scalar_dense")
 # object, its function, and what to call it; printing hides its ops from dispatch modes
 WAITING_CALLS: tuple[tuple[Any, str, str], ...] = (
     (torch.cuda, "synchronize", "torch.cuda.synchronize()"), (torch.cuda.Stream, "synchronize", "stream.synchronize()"),
     (torch.cuda.Event, "synchronize", "event.synchronize()"), (torch._tensor_str, "_str", "printing a tensor"))
-OUTSIDE = tuple(str(Path(p).parent) for p in (torch.__file__, __file__, importlib.__file__, threading.__file__))
+TORCH, HERE, STANDARD = (str(Path(p).parent) for p in (torch.__file__, __file__, threading.__file__))
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,13 @@ class Event:
     ``thread`` the thread's name, where it is not the step's own."""
 
     launch: int
-    kind: str  # kernel, op, compile, load, tune, wait, allocate
+    kind: str  # kernel, op, view, compile, load, tune, wait, allocate
     name: str
     where: str
     numbers: tuple[tuple[str, int | float | str], ...] = ()
     operands: tuple[Operand, ...] = ()
-    stream: int | None = None  # handle; None without a GPU
+    stream: int | None = None  # handle of the current stream; None without a GPU
+    captured: bool = False  # whether that stream was capturing
     thread: str = ""
 
 
@@ -71,13 +72,21 @@ class Trace:
 
     def add(self, kind: str, name: str, **more: Any) -> None:
         own = threading.get_ident() == self.thread
-        stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else None
-        self.events.append(Event(self.launch, kind, name, caller(), stream=stream,
-                                 thread="" if own else threading.current_thread().name, **more))
+        gpu = torch.cuda.is_initialized()
+        self.events.append(Event(
+            self.launch, kind, name, caller(), stream=torch.cuda.current_stream().cuda_stream if gpu else None,
+            captured=gpu and torch.cuda.is_current_stream_capturing(),
+            thread="" if own else threading.current_thread().name, **more))
 
     def operand(self, name: str, tensor: Tensor) -> Operand:
         storage = tensor.untyped_storage().data_ptr()
         return Operand(name, tensor.data_ptr(), storage, tuple(tensor.shape), storage in self.made)
+
+
+def is_caller(file: str) -> bool:
+    """Whether a line of ``file`` is worth naming: not torch's, Triton's, the standard library's or this folder's."""
+    standard = file.startswith(STANDARD) and "-packages" not in file
+    return not (standard or file.startswith((TORCH, HERE, "<")) or "/triton/" in file)
 
 
 def caller() -> str:
@@ -86,7 +95,7 @@ def caller() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         nearest = nearest or f"{name}:{frame.f_lineno}"
-        if not name.startswith(OUTSIDE) and "/triton/" not in name and not name.startswith("<"):
+        if is_caller(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return nearest
@@ -180,7 +189,8 @@ class _Ops(TorchDispatchMode):
         if name == "lift_fresh":  # torch.tensor() inside the step
             self.trace.made.update(t.untyped_storage().data_ptr() for _, t in known)
         operands = tuple(self.trace.operand(n, t) for n, t in known)
-        self.trace.add("op", name, numbers=numbers, operands=operands)
+        launches = not (getattr(func, "is_view", False) or name.startswith(NO_KERNEL))
+        self.trace.add("op" if launches else "view", name, numbers=numbers, operands=operands)
         waits = _why_it_waits(name, args, kwargs, [t for _, t in known])
         if waits:
             self.trace.add("wait", waits)
