@@ -1,0 +1,74 @@
+"""The inputs of a step: from an engine's tensors to the static buffers of a bucket, the rest padded.
+
+Decides which bucket a step runs. Padding is -1 in index inputs, 0 in rows of the residual stream, 1 in ``accepted``.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from ...compiler.errors import BindError
+from ..bind import Executable, check_range
+
+BY_ROW = ("tokens", "hidden", "positions")  # and the blocks: one entry a row; the others have one a sequence
+
+
+def bucket_of(executables: Sequence[Executable], positions: Tensor) -> int:
+    """Index of the smallest plan that serves ``positions`` [B, l]; plans stand in falling number of sequences."""
+    largest, query = executables[0].plan.spec.step.sequences, executables[0].plan.spec.step.query
+    if positions.dim() != 2 or not 1 <= positions.shape[0] <= largest or not 1 <= positions.shape[1] <= query:
+        raise BindError(f"positions: shape {tuple(positions.shape)}, a step takes 1 to {largest} sequences of 1 to "
+                        f"{query} rows\n  fix: pass [sequences, rows], or compile a plan for more")
+    return max(i for i, e in enumerate(executables) if e.plan.spec.step.sequences >= positions.shape[0])
+
+
+def write_inputs(executable: Executable, given: Mapping[str, Tensor | None]) -> None:
+    """Fills the step inputs of every rank. Raises BindError: an input is missing, unknown, or does not fit."""
+    plan = executable.plan
+    wanted = [name for name in plan.inputs if name != "rank"]
+    missing = [name for name in wanted if name != "accepted" and given.get(name) is None]
+    unknown = [name for name, tensor in given.items() if tensor is not None and name.startswith("block")
+               and name not in wanted]
+    if missing or unknown:
+        said = f"has no {', '.join(missing)}" if missing else f"does not take {', '.join(unknown)}"
+        raise BindError(f"the step {said}\n  fix: pass {', '.join(wanted)}")
+    positions = given["positions"]
+    assert positions is not None
+    for name in wanted:
+        _write(executable, name, given.get(name), positions.shape)
+
+
+def clear_inputs(executable: Executable) -> None:
+    """Makes every row padding."""
+    for name in executable.plan.inputs:
+        if name != "rank":
+            _write(executable, name, None, (0, 0))
+
+
+def _write(executable: Executable, name: str, tensor: Tensor | None, live: Sequence[int]) -> None:
+    """Copies ``tensor`` into the first ``live`` (sequences, rows) of an input and pads the rest."""
+    first, query = executable.ranks[0].tensors[name], executable.plan.spec.step.query
+    empty = 1 if name == "accepted" else 0 if first.is_floating_point() else -1
+    by_row = name in BY_ROW or name.startswith("block")
+    if tensor is not None:
+        tail = first.shape[1:]
+        lead = tuple(live) if by_row else (live[0],)
+        fits = tensor.shape == (*lead, *tail) or (name == "page_table" and tensor.dim() == 2
+                                                  and tensor.shape[0] == live[0] and tensor.shape[1] <= tail[0])
+        if not fits:
+            raise BindError(f"{name}: shape {tuple(tensor.shape)}, with these positions it must be {(*lead, *tail)}\n"
+                            "  fix: pass one entry for each row, or for each sequence")
+        if tensor.device.type == "cpu" and not first.is_floating_point():
+            check_range(executable, name, tensor)
+    for rank in executable.ranks:
+        whole = rank.tensors[name]
+        target = whole.unflatten(0, (-1, query)) if by_row else whole
+        live_part = None
+        if tensor is not None:
+            live_part = target[: live[0], : live[1]] if by_row else target[: live[0]]
+            live_part = live_part[:, : tensor.shape[1]] if name == "page_table" else live_part
+        if live_part is None or live_part.numel() < whole.numel():
+            whole.fill_(empty)
+        if live_part is not None and tensor is not None:
+            live_part.copy_(tensor, non_blocking=True)
