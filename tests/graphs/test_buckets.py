@@ -28,7 +28,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="module")
 def plans() -> list[LaunchPlan]:
     return compile_buckets(ROOT / "examples/tiny-k3.yaml", [
-        f"capture.buckets={list(SIZES)}", "step.outputs=[tokens, logits]"])
+        f"capture.buckets={list(SIZES)}", "step.outputs=[tokens, logits]",
+        "numerics={activation: fp32, kv_cache: fp32}"])
 
 
 @pytest.fixture
