@@ -3,19 +3,19 @@
 
 const raw = JSON.parse(document.getElementById('report-data').textContent);
 const TEXTS = new Set(['id', 'name', 'buffer', 'dtype', 'kind', 'stage', 'basis', 'function']);
+const SHAPES = new Set(['shape', 'grid', 'block']);
 const TEXT_LISTS = new Set(['nodes', 'inputs', 'outputs', 'scratch']);
+
+function cellOf(column, cell) {
+  if (TEXTS.has(column)) return raw.strings[cell];
+  if (TEXT_LISTS.has(column)) return cell.map(n => raw.strings[n]);
+  return SHAPES.has(column) ? raw.shapes[cell] : cell;
+}
 
 function rows(name) {
   const columns = raw.columns[name];
   return raw[name].map((row, index) => {
-    const item = { index };
-    columns.forEach((column, i) => {
-      const cell = row[i];
-      item[column] = TEXTS.has(column) ? raw.strings[cell]
-        : TEXT_LISTS.has(column) ? cell.map(n => raw.strings[n])
-        : ['shape', 'grid', 'block'].includes(column) ? raw.shapes[cell] : cell;
-    });
-    return item;
+    return { index, ...Object.fromEntries(columns.map((column, i) => [column, cellOf(column, row[i])])) };
   });
 }
 
@@ -67,8 +67,8 @@ const anyGraph = launches.some(l => l.basis === 'graph');
 
 // numbers
 
-const us = v => v < 100 ? v.toFixed(2) : v < 1000 ? v.toFixed(1) : v.toFixed(0);
-const time = v => v < 1000 ? `${us(v)} µs` : `${(v / 1e3).toFixed(3)} ms`;
+const us = v => (v < 100 ? v.toFixed(2) : v < 1000 ? v.toFixed(1) : v.toFixed(0));
+const time = v => (v < 1000 ? `${us(v)} µs` : `${(v / 1e3).toFixed(3)} ms`);
 const share = v => `${(100 * v).toFixed(v < 0.0995 ? 1 : 0)} %`;
 function size(n) {
   for (const unit of ['B', 'kB', 'MB', 'GB']) {
@@ -84,10 +84,9 @@ function count(n) {
 }
 const sum = (items, f) => items.reduce((total, item) => total + f(item), 0);
 const plural = (n, word) => `${n} ${word}${n === 1 ? '' : word.endsWith('ch') ? 'es' : 's'}`;
-const word = basis => basis === 'graph' ? 'measured' : 'predicted';
-const totalWord = anyGraph && launches.every(l => l.basis === 'graph') ? 'measured'
-  : anyGraph ? 'measured and predicted' : 'predicted';
-const shorten = (text, layer) => layer === null ? text : text.replace(new RegExp(`^L${layer}\\.`), '');
+const word = basis => (basis === 'graph' ? 'measured' : 'predicted');
+const totalWord = [...new Set(launches.map(l => word(l.basis)))].join(' and ');
+const shorten = (text, layer) => (layer === null ? text : text.replace(new RegExp(`^L${layer}\\.`), ''));
 const shape = t => `${t.dtype}[${t.shape.join(', ')}]`;
 const kernelName = choice => choice.kernel.replace(/^triton\./, '');
 function ranges(numbers) {
@@ -96,92 +95,18 @@ function ranges(numbers) {
     if (parts.length && n === parts.at(-1)[1] + 1) parts.at(-1)[1] = n;
     else parts.push([n, n]);
   }
-  return parts.map(([a, b]) => a === b ? `${a}` : `${a}-${b}`).join(', ');
+  return parts.map(([a, b]) => (a === b ? `${a}` : `${a}-${b}`)).join(', ');
 }
 
-// elements
-
-function build(node, attrs, children) {
-  for (const [name, value] of Object.entries(attrs || {})) {
-    if (value === null || value === undefined || value === false) continue;
-    if (name.startsWith('on')) node.addEventListener(name.slice(2), value);
-    else node.setAttribute(name, value === true ? '' : value);
+function groupBy(items, key) {
+  const found = new Map();
+  for (const item of items) {
+    if (!found.has(key(item))) found.set(key(item), []);
+    found.get(key(item)).push(item);
   }
-  node.append(...children.flat(9).filter(c => c !== null && c !== undefined && c !== false));
-  return node;
+  return found;
 }
-const el = (tag, attrs, ...children) => build(document.createElement(tag), attrs, children);
-const svg = (tag, attrs, ...children) => build(document.createElementNS('http://www.w3.org/2000/svg', tag), attrs, children);
-const at = id => document.getElementById(id);
-const swatch = family => el('i', { class: 'swatch', style: `background: var(--${family})` });
-const pill = basis => el('span', { class: `pill ${word(basis)}`, title: raw.bases[basis] }, word(basis));
-const headPill = () => head.basis === 'measured'
-  ? el('span', { class: 'pill measured' }, `measured on ${device}`) : el('span', { class: 'pill' }, 'predicted');
-const linkTo = index => el('button', { type: 'button', class: 'plain', onclick: () => select(index) }, launches[index].id);
-function launchWord(l) {
-  return `${l.id}\n${l.choice.kernel}\n${word(l.basis)} ${us(l.us)} µs, floor ${us(l.floor_us)} µs, ${size(l.choice.bytes)}`;
-}
-function grid(titles, body, foot) {
-  const cell = (tag, c) => c instanceof Node && ['TD', 'TH'].includes(c.tagName) ? c
-    : typeof c === 'object' && c !== null && 'n' in c ? el(tag, { class: 'n' }, c.n) : el(tag, {}, c);
-  return el('div', { class: 'scroll' }, el('table', {},
-    el('thead', {}, el('tr', {}, titles.map(t => cell('th', t)))),
-    el('tbody', {}, body.map(r => el('tr', {}, r.map(c => cell('td', c))))),
-    foot ? el('tfoot', {}, el('tr', {}, foot.map(c => cell('td', c)))) : null));
-}
-
-// a tip that follows the pointer
-
-const tip = at('tip');
-function showTip(event, text) {
-  tip.textContent = text;
-  tip.hidden = !text;
-  const x = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
-  const below = event.clientY + 18;
-  const y = below + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 12 : below;
-  tip.style.left = `${x}px`;
-  tip.style.top = `${y}px`;
-}
-const hideTip = () => { tip.hidden = true; };
-const tipped = (node, text) => build(node, { onpointermove: e => showTip(e, text), onpointerleave: hideTip }, []);
-
-// canvases: sized to their box, drawn again when the box or the colours change
-
-const drawn = [];
-const colours = new Map();
-const probe = el('i', { hidden: true });
-function colour(name) {
-  if (!colours.has(name)) {
-    if (!probe.isConnected) document.body.append(probe);
-    probe.style.color = `var(--${name})`;
-    colours.set(name, getComputedStyle(probe).color);
-  }
-  return colours.get(name);
-}
-function paint(canvas, height, draw) {
-  const redraw = () => {
-    const width = Math.max(200, canvas.clientWidth), scale = Math.max(1, devicePixelRatio || 1);
-    canvas.style.height = `${height}px`;
-    canvas.width = Math.round(width * scale);
-    canvas.height = Math.round(height * scale);
-    const pen = canvas.getContext('2d');
-    pen.scale(scale, scale);
-    pen.clearRect(0, 0, width, height);
-    pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
-    pen.textBaseline = 'middle';
-    draw(pen, width, height);
-  };
-  drawn.push(redraw);
-  new ResizeObserver(redraw).observe(canvas);
-  return redraw;
-}
-function redrawAll() { colours.clear(); drawn.forEach(f => f()); }
-function fit(pen, text, width) {
-  if (pen.measureText(text).width <= width) return text;
-  let n = Math.floor(text.length * width / pen.measureText(text).width);
-  while (n > 0 && pen.measureText(`${text.slice(0, n)}…`).width > width) n--;
-  return n > 1 ? `${text.slice(0, n)}…` : '';
-}
+const spanHue = span => (span.layer === null ? 'head' : span.kind.startsWith('MLA') ? 'mla' : 'kda');
 
 // selection
 

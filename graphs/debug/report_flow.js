@@ -1,14 +1,20 @@
 'use strict';
 // One layer as a flow: launches from top to bottom, what they load on the left, what they hand on to the right.
 
-const TOP = 10, SPACE = 12, LANE = 13, WIDE = 300;
+const TOP = 10,
+  SPACE = 12,
+  LANE = 13,
+  LETTER = 6.3;
 
 function wrap(words, width) {
   const lines = [[]];
   let used = 0;
   for (const text of words) {
-    const wide = text.length * 6 + 15;
-    if (used && used + wide > width) { lines.push([]); used = 0; }
+    const wide = text.length * 6.3 + 15;
+    if (used && used + wide > width) {
+      lines.push([]);
+      used = 0;
+    }
     lines.at(-1).push([text, used, wide - 4]);
     used += wide;
   }
@@ -18,18 +24,21 @@ function wrap(words, width) {
 // what of a layer is drawn: a row for what comes in, one a launch, one for what goes out
 function flowOf(span) {
   const inside = i => i >= span.first && i <= span.last;
-  const row = i => i < span.first ? 0 : i > span.last ? span.last - span.first + 2 : i - span.first + 1;
-  const lanes = new Map(), loads = [];
+  const row = i => (i < span.first ? 0 : i > span.last ? span.last - span.first + 2 : i - span.first + 1);
+  const lanes = new Map(),
+    loads = [];
   for (let i = span.first; i <= span.last; i++) {
     const l = launches[i];
     loads.push(l.inputs.filter(n => !l.producers.has(n)));
     for (const [name, from] of l.producers) {
-      const buffer = tensors.get(name).buffer, key = `${from} ${buffer}`;
+      const buffer = tensors.get(name).buffer,
+        key = `${from} ${buffer}`;
       if (!lanes.has(key)) lanes.set(key, { from, buffer, name, start: row(from), ends: new Set() });
       lanes.get(key).ends.add(row(i));
     }
     for (const name of l.outputs) {
-      const t = tensors.get(name), key = `${i} ${t.buffer}`;
+      const t = tensors.get(name),
+        key = `${i} ${t.buffer}`;
       if (!lanes.has(key)) lanes.set(key, { from: i, buffer: t.buffer, name, start: row(i), ends: new Set() });
       const lane = lanes.get(key);
       lane.name = name;
@@ -49,121 +58,232 @@ function flowOf(span) {
 }
 
 function flowTime(l, width) {
-  const part = Math.min(1, l.floor_us / l.us) * width;
-  return [svg('rect', { x: 0, y: -8, width, height: 8, rx: 2, fill: `var(--${l.choice.family})`, opacity: 0.28 }),
-    svg('rect', { x: 0, y: -8, width: part, height: 8, rx: 2, fill: `var(--${l.choice.family})` })];
+  const look = { x: 0, y: -8, height: 8, rx: 2, fill: `var(--${l.choice.family})` };
+  const floor = Math.min(1, l.floor_us / l.us) * width;
+  return [svg('rect', { ...look, width, opacity: 0.28 }), svg('rect', { ...look, width: floor })];
 }
 
-function flowCard(l, x, y, width, height, chips) {
-  const name = shorten(l.id, l.layer);
-  const card = svg('g', { class: `hit${l.index === selected ? ' chosen' : ''}`, tabindex: 0, role: 'button', transform: `translate(${x} ${y})`, 'data-launch': l.index,
-    'aria-label': `${l.id}, ${l.choice.kernel}, ${us(l.us)} µs ${word(l.basis)}`,
-    onclick: () => select(l.index), onkeydown: e => { if (e.key === 'Enter' || e.key === ' ') { e.preventDefault(); select(l.index); } } },
+function flowChips(lines) {
+  const chip = ([text, left, wide], i) =>
+    svg(
+      'g',
+      { transform: `translate(${14 + left} ${40 + i * 18})` },
+      svg('rect', { width: wide, height: 15, rx: 4, fill: 'var(--sunk)' }),
+      svg('text', { x: 6, y: 11, class: 'tiny' }, text),
+    );
+  return lines.map((line, i) => line.map(op => chip(op, i)));
+}
+
+function flowCard(l, x, { y, height, ops }, width) {
+  const hue = `var(--${l.choice.family})`;
+  const times = `${us(l.us)} µs ${word(l.basis)}, floor ${us(l.floor_us)}, ${size(l.choice.bytes)}`;
+  const choose = e => {
+    if (e.type === 'keydown' && e.key !== 'Enter' && e.key !== ' ') return;
+    e.preventDefault();
+    select(l.index);
+  };
+  const card = svg(
+    'g',
+    {
+      class: `hit${l.index === selected ? ' chosen' : ''}`,
+      tabindex: 0,
+      role: 'button',
+      transform: `translate(${x} ${y})`,
+      'data-launch': l.index,
+      'aria-label': `${l.id}, ${l.choice.kernel}, ${us(l.us)} µs ${word(l.basis)}`,
+      onclick: choose,
+      onkeydown: choose,
+    },
     svg('rect', { class: 'edge', width, height, rx: 7, fill: 'var(--card)', stroke: 'var(--line)' }),
-    svg('rect', { width: 5, height: height - 2, x: 1, y: 1, rx: 3, fill: `var(--${l.choice.family})` }),
+    svg('rect', { width: 5, height: height - 2, x: 1, y: 1, rx: 3, fill: hue }),
     svg('text', { x: 14, y: 17, 'font-weight': 600 }, kernelName(l.choice)),
-    svg('text', { x: 14, y: 32, class: 'soft mono' }, name),
-    chips.map((line, i) => line.map(([text, left, wide]) => svg('g', { transform: `translate(${14 + left} ${40 + i * 18})` },
-      svg('rect', { width: wide, height: 15, rx: 4, fill: 'var(--sunk)' }), svg('text', { x: 6, y: 11, style: 'font-size: 10.5px' }, text)))),
+    svg('text', { x: 14, y: 32, class: 'soft mono' }, shorten(l.id, l.layer)),
+    flowChips(ops),
     svg('g', { transform: `translate(14 ${height - 20})` }, flowTime(l, width - 28)),
-    svg('text', { x: 14, y: height - 7, class: 'soft', style: 'font-size: 10.5px' }, `${us(l.us)} µs ${word(l.basis)}, floor ${us(l.floor_us)}, ${size(l.choice.bytes)}`));
+    svg('text', { x: 14, y: height - 7, class: 'soft tiny' }, times),
+  );
   return tipped(card, launchWord(l));
 }
 
-// name, shape and bytes, on two lines where there is no room for one
-function flowLabel(t, layer, x, y, anchor, room) {
-  const facts = `${shape(t)}  ${size(t.bytes)}`, letters = Math.floor(room / 6.2);
-  let name = shorten(t.name, layer);
-  if (name.length > letters) name = `…${name.slice(name.length - letters + 1)}`;
-  const second = room < WIDE ? { x, dy: 12 } : {};
-  return tipped(svg('text', { x, y, 'text-anchor': anchor, style: 'font-size: 11px' }, svg('tspan', {}, `${name} `), svg('tspan', { ...second, fill: 'var(--soft)' }, facts)),
-    `${t.name}\n${shape(t)}, ${size(t.bytes)}\n${buffers.get(t.buffer).kind}${t.buffer === t.name ? '' : ` ${t.buffer}`}`);
+// name, shape and bytes: on one line, or where there is no room on two
+const labelLines = (t, layer, room) =>
+  (shorten(t.name, layer).length + shape(t).length + size(t.bytes).length + 3) * LETTER > room ? 2 : 1;
+const labelHeight = lines => (lines === 2 ? 29 : 16);
+
+function flowLabel(t, layer, x, y, anchor, room, writer) {
+  const facts = `${shape(t)}  ${size(t.bytes)}`;
+  const letters = Math.floor(room / LETTER);
+  const whole = shorten(t.name, layer);
+  const name = whole.length > letters ? `…${whole.slice(whole.length - letters + 1)}` : whole;
+  const second = labelLines(t, layer, room) === 2 ? { x, dy: 12 } : {};
+  const where = `${buffers.get(t.buffer).kind}${t.buffer === t.name ? '' : ` ${t.buffer}`}`;
+  const label = svg(
+    'text',
+    { x, y, 'text-anchor': anchor, style: 'font-size: 11px' },
+    svg('tspan', {}, `${name} `),
+    svg('tspan', { ...second, fill: 'var(--soft)' }, facts),
+  );
+  return tipped(label, `${t.name}\n${facts}\n${where}${writer ? `\nwritten by ${writer}` : ''}`);
 }
 
-function laneColour(lane) {
-  return lane.from === undefined ? 'soft' : launches[lane.from].choice.family;
+// where everything stands: columns from left to right, a row for each launch, a place for each lane in its row
+function placeFlow(span, width) {
+  const { lanes, loads, columns } = flowOf(span);
+  const card = Math.min(270, Math.round(width * 0.3));
+  const left = Math.round((width - card - columns * LANE) * 0.47);
+  const laneX = column => left + card + 16 + column * LANE;
+  const labelX = laneX(columns) + 4;
+  const room = { right: width - labelX - 2, left: left - 18 };
+  const tall = (name, space) => labelHeight(labelLines(tensors.get(name), span.layer, space));
+  const starting = groupBy(lanes, lane => lane.start);
+  const high = n => sum(starting.get(n) || [], lane => tall(lane.name, room.right));
+  const entering = starting.has(0);
+  const leaving = lanes.filter(lane => lane.later && lane.later.length);
+  const rows = [{ y: TOP, height: entering ? high(0) + 6 : 0 }];
+  let y = TOP + rows[0].height + SPACE;
+  loads.forEach((names, n) => {
+    const ops = wrap(launches[span.first + n].choice.ops, card - 22);
+    const labels =
+      Math.max(
+        sum(names, name => tall(name, room.left)),
+        high(n + 1),
+      ) + 12;
+    const height = Math.max(72 + ops.length * 18, labels);
+    rows.push({ y, height, ops });
+    y += height + SPACE;
+  });
+  rows.push({ y, height: leaving.length ? 22 : 0 });
+  for (const [n, of] of starting) {
+    let next = rows[n].y + (n ? 18 : 12);
+    for (const lane of of) {
+      lane.y = next - 4;
+      next += tall(lane.name, room.right);
+    }
+  }
+  return { span, lanes, loads, card, left, laneX, labelX, room, tall, entering, leaving, rows };
+}
+
+function flowLane(place, lane, incoming) {
+  const { left, card, labelX, rows, span, room } = place;
+  const x = place.laneX(lane.column);
+  const hue = `var(--${launches[lane.from].choice.family})`;
+  const line = d => svg('path', { class: 'lane', stroke: hue, d });
+  const edge = left + card;
+  const group = svg('g', { class: 'flowed' }, line(`M${lane.start ? edge : x} ${lane.y}H${labelX - 3}`));
+  for (const end of [...lane.ends].sort((a, b) => a - b)) {
+    if (end === rows.length - 1) {
+      const to = rows[end].y + 6;
+      group.append(line(`M${x} ${lane.y}V${to}`), svg('path', { fill: hue, d: `M${x - 4} ${to}h8l-4 6z` }));
+    } else {
+      const to = incoming(end);
+      group.append(
+        line(`M${x} ${lane.y}V${to - 4}q0 4 -4 4H${edge + 7}`),
+        svg('path', { fill: hue, d: `M${edge + 8} ${to - 4}v8l-7 -4z` }),
+      );
+    }
+  }
+  group.append(
+    svg('circle', { cx: x, cy: lane.y, r: 3, fill: hue }),
+    flowLabel(tensors.get(lane.name), span.layer, labelX, lane.y + 4, 'start', room.right, launches[lane.from].id),
+  );
+  return group;
+}
+
+function flowLoads({ span, loads, rows, left, room, tall }) {
+  return loads.map((names, n) => {
+    let y = rows[n + 1].y + 18;
+    return names.map(name => {
+      const line = svg('path', { class: 'lane', stroke: 'var(--soft)', d: `M${left - 12} ${y - 4}H${left - 1}` });
+      const label = flowLabel(tensors.get(name), span.layer, left - 16, y, 'end', room.left);
+      y += tall(name, room.left);
+      return [line, label];
+    });
+  });
 }
 
 function drawFlow(span, box) {
-  const width = Math.max(700, box.clientWidth || 800), { lanes, loads, columns } = flowOf(span);
-  const card = Math.min(270, Math.round(width * 0.3)), left = Math.round((width - card - columns * LANE) * 0.47);
-  const laneX = c => left + card + 16 + c * LANE, labelX = laneX(columns) + 4, room = width - labelX - 2, line = Math.min(room, left) < WIDE ? 29 : 16;
-  const entering = lanes.filter(l => l.start === 0), leaving = lanes.filter(l => (l.later || []).length);
-  const labels = new Map();
-  for (const lane of lanes) labels.set(lane.start, [...(labels.get(lane.start) || []), lane]);
-  const rowsAt = [{ y: TOP, height: entering.length ? entering.length * line + 6 : 0 }];
-  let y = TOP + rowsAt[0].height + SPACE;
-  const chips = [];
-  for (let i = span.first; i <= span.last; i++) {
-    const l = launches[i], ops = wrap(l.choice.ops, card - 22), n = i - span.first + 1;
-    chips.push(ops);
-    const height = Math.max(72 + ops.length * 18, Math.max(loads[n - 1].length, (labels.get(n) || []).length) * line + 12);
-    rowsAt.push({ y, height });
-    y += height + SPACE;
-  }
-  rowsAt.push({ y, height: leaving.length ? 22 : 0 });
-  const high = y + rowsAt.at(-1).height + 6;
-  const picture = svg('svg', { viewBox: `0 0 ${width} ${high}`, width, height: high, role: 'group', 'aria-label': `Data flow of ${span.title}, ${span.kind}` });
-  // where each lane leaves its row, and where it comes into the others
-  const slot = new Map();
-  for (const [n, of] of labels) of.forEach((lane, i) => slot.set(lane, rowsAt[n].y + (n ? 18 : 12) + i * line));
-  const comes = new Map();
-  const incoming = n => { comes.set(n, (comes.get(n) || 0) + 1); return rowsAt[n].y + rowsAt[n].height - 4 - comes.get(n) * 6; };
-  if (entering.length) picture.append(svg('text', { x: left, y: TOP + 12, 'text-anchor': 'end', class: 'soft' }, 'from earlier launches'));
-  for (const lane of lanes) {
-    const x = laneX(lane.column), from = slot.get(lane), ends = [...lane.ends].sort((a, b) => a - b), hue = `var(--${laneColour(lane)})`;
-    const group = svg('g', { class: 'flowed' });
-    if (lane.start) group.append(svg('path', { class: 'lane', stroke: hue, d: `M${left + card} ${from - 4}H${labelX - 3}` }));
-    else group.append(svg('path', { class: 'lane', stroke: hue, d: `M${x} ${from - 4}H${labelX - 3}` }));
-    for (const end of ends) {
-      const last = end === rowsAt.length - 1, to = last ? rowsAt[end].y + 6 : incoming(end);
-      group.append(svg('path', { class: 'lane', stroke: hue, d: last ? `M${x} ${from - 4}V${to}` : `M${x} ${from - 4}V${to - 4}q0 4 -4 4H${left + card + 7}` }));
-      group.append(svg('path', { fill: hue, d: last ? `M${x - 4} ${to}h8l-4 6z` : `M${left + card + 8} ${to - 4}v8l-7 -4z` }));
-    }
-    group.append(svg('circle', { cx: x, cy: from - 4, r: 3, fill: hue }));
-    group.append(flowLabel(tensors.get(lane.name), span.layer, labelX, from, 'start', Math.min(room, left)));
-    if (!lane.start) tipped(group, `written by ${launches[lane.from].id}`);
-    picture.append(group);
-  }
-  if (leaving.length) picture.append(svg('text', { x: left + card, y: rowsAt.at(-1).y + 14, 'text-anchor': 'end', class: 'soft' },
-    `to later launches: ${leaving.map(l => shorten(l.name, span.layer)).join(', ')}`));
-  loads.forEach((names, n) => names.forEach((name, i) => {
-    const t = tensors.get(name), mid = rowsAt[n + 1].y + 18 + i * line;
-    picture.append(svg('path', { class: 'lane', stroke: 'var(--soft)', d: `M${left - 12} ${mid - 4}H${left - 1}` }));
-    picture.append(flowLabel(t, span.layer, left - 16, mid, 'end', Math.min(room, left - 18)));
-  }));
-  for (let i = span.first; i <= span.last; i++) {
-    const n = i - span.first + 1;
-    picture.append(flowCard(launches[i], left, rowsAt[n].y, card, rowsAt[n].height, chips[n - 1]));
-  }
-  box.replaceChildren(picture);
+  const width = Math.max(700, box.clientWidth || 800);
+  const place = placeFlow(span, width);
+  const { rows, left, card } = place;
+  const height = rows.at(-1).y + rows.at(-1).height + 6;
+  // arrows that come into a launch stand one above another at its lower right
+  const coming = new Map();
+  const incoming = n => {
+    coming.set(n, (coming.get(n) || 0) + 1);
+    return rows[n].y + rows[n].height - 4 - coming.get(n) * 6;
+  };
+  const note = (x, y, text) => svg('text', { x, y, 'text-anchor': 'end', class: 'soft' }, text);
+  const names = place.leaving.map(lane => shorten(lane.name, span.layer)).join(', ');
+  const label = `Data flow of ${span.title}, ${span.kind}`;
+  box.replaceChildren(
+    svg(
+      'svg',
+      { viewBox: `0 0 ${width} ${height}`, width, height, role: 'group', 'aria-label': label },
+      place.entering ? note(left, TOP + 12, 'from earlier launches') : '',
+      place.lanes.map(lane => flowLane(place, lane, incoming)),
+      names ? note(left + card, rows.at(-1).y + 14, `to later launches: ${names}`) : '',
+      flowLoads(place),
+      rows.slice(1, -1).map((row, n) => flowCard(launches[span.first + n], left, row, card)),
+    ),
+  );
+}
+
+function flowCaption(span) {
+  const inside = launches.slice(span.first, span.last + 1);
+  const alike = spans.filter(s => s.form === span.form && s.layer !== null).map(s => s.layer);
+  const times = `${time(sum(inside, l => l.us))} ${totalWord}, floor ${time(sum(inside, l => l.floor_us))}`;
+  const others = alike.length > 1 ? `; the same launches in layers ${ranges(alike)}` : '';
+  return `${span.title}, ${span.kind}: ${plural(inside.length, 'launch')}, ${times}${others}`;
 }
 
 function drawFlows() {
-  const box = el('div', { id: 'flow-box', role: 'tabpanel', 'aria-label': 'Data flow', class: 'scroll' });
+  const box = el('div', { id: 'flow-box', role: 'tabpanel', 'aria-label': 'Data flow', class: 'scroll', tabindex: 0 });
+  const caption = el('p', { class: 'soft small', 'aria-live': 'polite' });
   const tabs = raw.kinds.map(kind => ({ span: launches[kind.first].span, title: kind.title }));
-  let current = null;
+  let current = spans[0];
   const open = span => {
     current = span;
     drawFlow(span, box);
-    const total = sum(launches.slice(span.first, span.last + 1), l => l.us), floor = sum(launches.slice(span.first, span.last + 1), l => l.floor_us);
-    const alike = spans.filter(s => s.form === span.form && s.layer !== null).map(s => s.layer);
-    caption.textContent = `${span.title}, ${span.kind}: ${plural(span.last - span.first + 1, 'launch')}, ${time(total)} ${totalWord}, floor ${time(floor)}`
-      + (alike.length > 1 ? `; the same launches in layers ${ranges(alike)}` : '');
-    buttons.forEach((b, i) => { const on = tabs[i].span.kind === span.kind; b.setAttribute('aria-selected', on); b.tabIndex = on ? 0 : -1; });
+    caption.textContent = flowCaption(span);
+    buttons.forEach((b, i) => {
+      const on = tabs[i].span.kind === span.kind;
+      b.setAttribute('aria-selected', on);
+      b.tabIndex = on ? 0 : -1;
+    });
     pick.value = spans.indexOf(span);
   };
-  const buttons = tabs.map((tab, i) => el('button', { type: 'button', role: 'tab', title: tab.title, onclick: () => open(tab.span),
-    onkeydown: e => { const by = { ArrowLeft: -1, ArrowRight: 1 }[e.key]; if (by) { const b = buttons[(i + by + buttons.length) % buttons.length]; b.focus(); b.click(); } } }, tab.span.kind));
-  const pick = el('select', { 'aria-label': 'Layer of the data flow', onchange: () => open(spans[pick.value]) }, spans.map((s, i) => el('option', { value: i }, `${s.title} · ${s.kind}`)));
-  const caption = el('p', { class: 'soft small', 'aria-live': 'polite' });
-  at('flow').append(
-    el('p', { class: 'soft small' }, 'A box is a launch with the ops that it computes. On the left what it loads from weights, caches and states; on the right what it hands on, with shape and bytes, along a line to each reader. Bytes are the tensor’s; a launch may read a part of it, such as the experts of its rows.'),
-    el('div', { class: 'tools' }, el('div', { role: 'tablist', 'aria-label': 'Kind of layer', class: 'tools', style: 'margin: 0' }, buttons), pick), caption, box);
+  const turn = (e, i) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
+    if (!by) return;
+    const next = (i + by + buttons.length) % buttons.length;
+    buttons[next].focus();
+    open(tabs[next].span);
+  };
+  const tab = ({ span, title }, i) =>
+    el(
+      'button',
+      {
+        type: 'button',
+        role: 'tab',
+        title,
+        'aria-controls': 'flow-box',
+        onclick: () => open(span),
+        onkeydown: e => turn(e, i),
+      },
+      span.kind,
+    );
+  const buttons = tabs.map(tab);
+  const pick = spanPicker('Layer of the data flow', open);
+  const note = `A box is a launch with the ops that it computes. On the left what it loads from weights, caches and states;
+    on the right what it hands on, with shape and bytes, along a line to each reader. Bytes are the tensor’s; a launch may
+    read a part of it, such as the experts of its rows.`;
+  const kinds = el('div', { role: 'tablist', 'aria-label': 'Kind of layer', class: 'tools' }, buttons);
+  at('flow').append(el('p', { class: 'soft small' }, note), el('div', { class: 'tools' }, kinds, pick), caption, box);
   listeners.push(l => {
-    if (!current || l.index < current.first || l.index > current.last) return open(l.span);
-    box.querySelectorAll('[data-launch]').forEach(g => g.classList.toggle('chosen', Number(g.dataset.launch) === l.index));
+    if (l.span !== current || !box.firstChild) return open(l.span);
+    for (const card of box.querySelectorAll('[data-launch]')) {
+      card.classList.toggle('chosen', Number(card.dataset.launch) === l.index);
+    }
   });
-  let wide = 0;
-  new ResizeObserver(() => { if (current && Math.abs(box.clientWidth - wide) > 8) { wide = box.clientWidth; drawFlow(current, box); } }).observe(box);
+  whenWidthChanges(box, () => drawFlow(current, box));
 }

@@ -1,9 +1,16 @@
 'use strict';
 // The step over time: the whole of it above, a part of it below. Each launch is a bar with its floor inside.
 
-const AXIS = 20, BAND = 22, BAR = 46, HANG = 30, LABEL = 15;
+const AXIS = 20,
+  BAND = 22,
+  BAR = 46,
+  HANG = 30,
+  LABEL = 15;
 const streams = [...new Set(launches.map(l => l.stream))].sort((a, b) => a - b);
-const spanOf = span => [launches[span.first].start_us, Math.max(...launches.slice(span.first, span.last + 1).map(l => l.end_us))];
+const spanOf = span => [
+  launches[span.first].start_us,
+  Math.max(...launches.slice(span.first, span.last + 1).map(l => l.end_us)),
+];
 const EDGE = { programmatic: 'accent', full: 'soft', lost: 'bad' };
 const view = { from: 0, to: stepEnd };
 const viewers = [];
@@ -14,12 +21,16 @@ function show(from, to) {
   view.to = view.from + width;
   viewers.forEach(f => f());
 }
-const showSpan = span => { const [a, b] = spanOf(span); show(a - (b - a) * 0.02, b + (b - a) * 0.02); };
+const showSpan = span => {
+  const [a, b] = spanOf(span);
+  show(a - (b - a) * 0.02, b + (b - a) * 0.02);
+};
 const zoom = (factor, middle = (view.from + view.to) / 2) =>
   show(middle - (middle - view.from) * factor, middle + (view.to - middle) * factor);
 
 function ticks(from, to, width) {
-  const rough = (to - from) / Math.max(2, width / 90), power = 10 ** Math.floor(Math.log10(rough));
+  const rough = (to - from) / Math.max(2, width / 90),
+    power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= rough);
   const found = [];
   for (let t = Math.ceil(from / step) * step; t <= to; t += step) found.push(t);
@@ -42,24 +53,33 @@ function drawBands(pen, x, top, height, named) {
     const [a, b] = spanOf(span).map(x);
     const outside = b < 0 || a > pen.canvas.clientWidth;
     if (outside) return;
-    const mla = span.kind.startsWith('MLA'), other = span.layer === null;
+    const mla = span.kind.startsWith('MLA'),
+      other = span.layer === null;
     pen.fillStyle = colour(other ? 'head' : mla ? 'mla' : 'kda');
     pen.globalAlpha = i % 2 ? 0.2 : 0.32;
     pen.fillRect(a, top, Math.max(0.6, b - a - (b - a > 6 ? 1 : 0)), height);
     pen.globalAlpha = 1;
-    const left = Math.max(a, 0) + 6, room = Math.min(b, pen.canvas.clientWidth) - left - 4;
+    const left = Math.max(a, 0) + 6,
+      room = Math.min(b, pen.canvas.clientWidth) - left - 4;
     if (!named || room < 16) return;
     pen.fillStyle = colour('ink');
     const total = sum(launches.slice(span.first, span.last + 1), l => l.us);
-    pen.fillText(fit(pen, `${span.title}${room > 120 ? ` · ${span.kind} · ${time(total)}` : ''}`, room), left, top + height / 2 + 1);
+    pen.fillText(
+      fit(pen, `${span.title}${room > 120 ? ` · ${span.kind} · ${time(total)}` : ''}`, room),
+      left,
+      top + height / 2 + 1,
+    );
   });
 }
 
 function drawOverview(pen, width, height) {
-  const x = t => t / stepEnd * width, top = 12, deep = height - top;
+  const x = t => (t / stepEnd) * width,
+    top = 12,
+    deep = height - top;
   drawBands(pen, x, 0, 9, false);
   for (const l of launches) {
-    const a = x(l.start_us), w = Math.max(0.25, l.us / stepEnd * width);
+    const a = x(l.start_us),
+      w = Math.max(0.25, (l.us / stepEnd) * width);
     pen.fillStyle = colour(l.choice.family);
     pen.globalAlpha = 0.28;
     pen.fillRect(a, top, w, deep);
@@ -69,22 +89,31 @@ function drawOverview(pen, width, height) {
   }
   pen.strokeStyle = colour('chosen');
   pen.lineWidth = 2;
-  const a = x(view.from), b = x(view.to);
+  const a = x(view.from),
+    b = x(view.to);
   pen.strokeRect(Math.max(1, a - 1), 1, Math.max(4, Math.min(width - 2, b - a + 2)), height - 2);
 }
 
-const laneTop = stream => AXIS + BAND + 6 + streams.indexOf(stream) * (BAR + HANG + (streams.length > 1 ? LABEL : 0))
-  + (streams.length > 1 ? LABEL : 0);
+const laneTop = stream =>
+  AXIS +
+  BAND +
+  6 +
+  streams.indexOf(stream) * (BAR + HANG + (streams.length > 1 ? LABEL : 0)) +
+  (streams.length > 1 ? LABEL : 0);
 
 function drawBar(pen, l, x, per) {
-  const a = x(l.start_us), w = Math.max(0.5, l.us * per), top = laneTop(l.stream), inner = w > 5 ? 1 : 0;
+  const a = x(l.start_us),
+    w = Math.max(0.5, l.us * per),
+    top = laneTop(l.stream),
+    inner = w > 5 ? 1 : 0;
   pen.fillStyle = colour(l.choice.family);
   pen.globalAlpha = 0.24;
   pen.fillRect(a, top, w - inner, BAR);
   pen.globalAlpha = 1;
   pen.fillRect(a, top + BAR - 11, Math.min(w - inner, Math.max(l.floor_us * per, 0)), 11);
   if (w > 34) {
-    const left = Math.max(a, 0) + 5, room = Math.min(a + w, pen.canvas.clientWidth) - left - 4;
+    const left = Math.max(a, 0) + 5,
+      room = Math.min(a + w, pen.canvas.clientWidth) - left - 4;
     pen.fillStyle = colour('ink');
     pen.fillText(fit(pen, kernelName(l.choice), room), left, top + 10);
     pen.fillStyle = colour('soft');
@@ -93,13 +122,20 @@ function drawBar(pen, l, x, per) {
 }
 
 function drawEdges(pen, x, per) {
-  const arcs = launches.length && per * stepEnd / launches.length > 5;
+  const arcs = launches.length && (per * stepEnd) / launches.length > 5;
   for (const link of links) {
-    const a = launches[link.source], b = launches[link.target];
-    const x0 = x(a.start_us + a.us / 2), x1 = x(b.start_us + Math.min(b.us / 2, 0.8)), y0 = laneTop(a.stream) + BAR, y1 = laneTop(b.stream) + BAR;
+    const a = launches[link.source],
+      b = launches[link.target];
+    const x0 = x(a.start_us + a.us / 2),
+      x1 = x(b.start_us + Math.min(b.us / 2, 0.8)),
+      y0 = laneTop(a.stream) + BAR,
+      y1 = laneTop(b.stream) + BAR;
     if (Math.max(x0, x1) < 0 || Math.min(x0, x1) > pen.canvas.clientWidth) continue;
     pen.strokeStyle = pen.fillStyle = colour(EDGE[link.kind]);
-    if (!arcs) { pen.fillRect(x0, y0 + 5, Math.max(0.5, x1 - x0), link.kind === 'lost' ? 7 : 3); continue; }
+    if (!arcs) {
+      pen.fillRect(x0, y0 + 5, Math.max(0.5, x1 - x0), link.kind === 'lost' ? 7 : 3);
+      continue;
+    }
     pen.lineWidth = link.kind === 'programmatic' ? 1.6 : 1.2;
     pen.setLineDash(link.kind === 'lost' ? [4, 3] : []);
     pen.beginPath();
@@ -109,19 +145,23 @@ function drawEdges(pen, x, per) {
     pen.stroke();
     pen.setLineDash([]);
     pen.beginPath();
-    pen.moveTo(x1 - 3, y1 + 6); pen.lineTo(x1 + 3, y1 + 6); pen.lineTo(x1, y1 + 1);
+    pen.moveTo(x1 - 3, y1 + 6);
+    pen.lineTo(x1 + 3, y1 + 6);
+    pen.lineTo(x1, y1 + 1);
     pen.fill();
   }
 }
 
 function drawDetail(pen, width) {
-  const per = width / (view.to - view.from), x = t => (t - view.from) * per;
+  const per = width / (view.to - view.from),
+    x = t => (t - view.from) * per;
   drawAxis(pen, width, x, view.from, view.to);
   drawBands(pen, x, AXIS, BAND - 2, true);
-  if (streams.length > 1) for (const s of streams) {
-    pen.fillStyle = colour('soft');
-    pen.fillText(`stream ${s}`, 2, laneTop(s) - 7);
-  }
+  if (streams.length > 1)
+    for (const s of streams) {
+      pen.fillStyle = colour('soft');
+      pen.fillText(`stream ${s}`, 2, laneTop(s) - 7);
+    }
   const visible = launches.filter(l => l.end_us >= view.from && l.start_us <= view.to);
   for (const l of visible) drawBar(pen, l, x, per);
   drawEdges(pen, x, per);
@@ -129,89 +169,4 @@ function drawDetail(pen, width) {
   pen.strokeStyle = colour('chosen');
   pen.lineWidth = 2;
   pen.strokeRect(x(l.start_us), laneTop(l.stream) - 1, Math.max(3, l.us * per - 1), BAR + 2);
-}
-
-function listen(overview, detail) {
-  const timeAt = e => view.from + (e.clientX - detail.getBoundingClientRect().left) / detail.clientWidth * (view.to - view.from);
-  const under = e => {
-    const t = timeAt(e), y = e.clientY - detail.getBoundingClientRect().top;
-    if (y < AXIS + BAND) return { span: spans.find(s => { const [a, b] = spanOf(s); return t >= a && t <= b; }) };
-    return { launch: launches.find(l => l.start_us <= t && l.end_us >= t && y >= laneTop(l.stream) && y <= laneTop(l.stream) + BAR) };
-  };
-  let drag = null;
-  detail.addEventListener('pointerdown', e => { drag = { x: e.clientX, from: view.from, moved: false }; detail.setPointerCapture(e.pointerId); });
-  detail.addEventListener('pointermove', e => {
-    if (drag) {
-      const by = e.clientX - drag.x;
-      drag.moved ||= Math.abs(by) > 4;
-      if (drag.moved) { const wide = view.to - view.from, from = drag.from - by / detail.clientWidth * wide; show(from, from + wide); hideTip(); }
-      return;
-    }
-    const { launch, span } = under(e);
-    showTip(e, launch ? launchWord(launch) : span ? `${span.title}: ${span.kind}\n${plural(span.last - span.first + 1, 'launch')}, click to zoom` : '');
-  });
-  detail.addEventListener('pointerup', e => {
-    const { launch, span } = under(e), moved = drag && drag.moved;
-    drag = null;
-    if (!moved && launch) select(launch.index);
-    else if (!moved && span) showSpan(span);
-  });
-  detail.addEventListener('pointerleave', hideTip);
-  detail.addEventListener('wheel', e => {
-    const wide = view.to - view.from;
-    if (e.ctrlKey || e.metaKey || e.shiftKey && !e.deltaX) zoom(Math.exp((e.deltaY || e.deltaX) * 0.002), timeAt(e));
-    else if (Math.abs(e.deltaX) > Math.abs(e.deltaY)) show(view.from + e.deltaX / detail.clientWidth * wide, view.to + e.deltaX / detail.clientWidth * wide);
-    else return;
-    e.preventDefault();
-  }, { passive: false });
-  detail.addEventListener('keydown', e => {
-    const go = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[e.key];
-    if (go !== undefined) select(selected + go);
-    else if (e.key === '+' || e.key === '=') zoom(0.6);
-    else if (e.key === '-') zoom(1 / 0.6);
-    else if (e.key === '0') show(0, stepEnd);
-    else return;
-    e.preventDefault();
-  });
-  const jump = e => { const t = (e.clientX - overview.getBoundingClientRect().left) / overview.clientWidth * stepEnd, wide = view.to - view.from; show(t - wide / 2, t + wide / 2); };
-  overview.addEventListener('pointerdown', e => { overview.setPointerCapture(e.pointerId); jump(e); });
-  overview.addEventListener('pointermove', e => { if (e.buttons) jump(e); });
-}
-
-function drawTimeline() {
-  const height = laneTop(streams.at(-1)) + BAR + HANG;
-  const overview = el('canvas', { 'aria-hidden': 'true' });
-  const detail = el('canvas', { class: 'live', tabindex: 0, role: 'group',
-    'aria-label': 'Timeline. Arrow keys go from launch to launch, plus and minus zoom, 0 shows the whole step.' });
-  const pick = el('select', { 'aria-label': 'Layer', onchange: () => showSpan(spans[pick.value]) },
-    spans.map((s, i) => el('option', { value: i }, `${s.title} · ${s.kind}`)));
-  const move = by => { pick.value = Math.max(0, Math.min(spans.length - 1, Number(pick.value) + by)); showSpan(spans[pick.value]); };
-  const button = (text, label, onclick) => el('button', { type: 'button', 'aria-label': label, title: label, onclick }, text);
-  const planned = links.filter(l => l.kind === 'programmatic').length, lost = links.filter(l => l.kind === 'lost').length;
-  const used = [...new Set(choices.map(c => c.family))];
-  at('timeline').append(
-    el('p', { class: 'soft small' }, `${totalWord[0].toUpperCase()}${totalWord.slice(1)} times of ${plural(launches.length, 'launch')} on ${plural(streams.length, 'stream')}. `,
-      'A bar is a launch; the solid part inside it is its floor: its bytes at the bandwidth of the device, or its operations at the matrix rate, and nothing else. ',
-      `${plural(planned, 'programmatic edge')} ${head.record ? 'in the captured graph' : 'planned'}${head.record ? `, ${lost} lost` : ''}.`),
-    overview,
-    el('div', { class: 'tools' }, button('‹', 'Layer before', () => move(-1)), pick, button('›', 'Next layer', () => move(1)),
-      button('+', 'Zoom in', () => zoom(0.6)), button('−', 'Zoom out', () => zoom(1 / 0.6)), button('Whole step', 'Show the whole step', () => show(0, stepEnd)),
-      el('span', { class: 'soft small' }, 'Drag to move, Ctrl and wheel to zoom, click for the reasons of a launch.')),
-    detail,
-    el('div', { class: 'legend' }, used.map(f => el('span', {}, swatch(f), f.replace('_', ' '))),
-      Object.keys(EDGE).filter(k => k !== 'lost' || lost).map(k => el('span', {}, el('i', { class: 'swatch', style: `background: var(--${EDGE[k]}); height: 4px; vertical-align: 3px` }), `${k} edge`))));
-  const redraw = [paint(overview, 58, drawOverview), paint(detail, height, drawDetail)];
-  viewers.push(() => {
-    redraw.forEach(f => f());
-    const middle = (view.from + view.to) / 2, found = spans.findIndex(s => spanOf(s)[1] >= middle);
-    if (found >= 0) pick.value = found;
-  });
-  listeners.push((l, options) => {
-    if (options.first) showSpan(l.span);
-    else if (l.start_us < view.from || l.end_us > view.to) {
-      const wide = view.to - view.from;
-      show(l.start_us - wide / 3, l.start_us + wide * 2 / 3);
-    } else redraw[1]();
-  });
-  listen(overview, detail);
 }
