@@ -301,7 +301,8 @@ def _words_between_rows(tensor: torch.Tensor) -> int:
     return nbytes // 4
 
 
-def _group(calls: Sequence[Call], links: Sequence[Link], columns: Sequence[Sequence[torch.Tensor]]) -> dict[str, Any]:
+def group_constants(calls: Sequence[Call], links: Sequence[Link],
+                    columns: Sequence[Sequence[torch.Tensor]]) -> dict[str, Any]:
     """Constants of an exchange. Raises AssertionError when the mailboxes of the ranks differ."""
     boxes = {(*call.scratch["mailbox"].shape, call.scratch["mailbox"].dtype) for call in calls}
     assert len(boxes) == 1, f"mailboxes {boxes}"
@@ -312,10 +313,11 @@ def _group(calls: Sequence[Call], links: Sequence[Link], columns: Sequence[Seque
             "ALIGN": alignment(columns), "ARMED": parts == 3, "DEPENDENT_LAUNCH": calls[0].dependent_launch}
 
 
-def _launches(kernel: Any, grid: tuple[int, ...], table: torch.Tensor, constants: dict[str, Any], warps: int,
-              dependent_launch: bool, parts: Sequence[int] | None = None) -> Launch:
+def make_launches(kernel: Any, grid: tuple[int, ...], table: torch.Tensor, constants: dict[str, Any], warps: int,
+                  dependent_launch: bool, parts: Sequence[int] | None = None, stages: int = 1) -> Launch:
+    """One launch, or in the interpreter one for each part of it."""
     made = tuple(KernelLaunch(kernel, grid, {"table": table}, constants | {"COLUMNS": table.shape[1], "PHASE": phase},
-                              warps, 1, launch_options(dependent_launch)) for phase in parts or phases())
+                              warps, stages, launch_options(dependent_launch)) for phase in parts or phases())
     return made[0] if len(made) == 1 else LaunchSequence(made)
 
 
@@ -334,7 +336,7 @@ def _bind_exchange(calls: Sequence[Call], links: Sequence[Link], columns: Sequen
                    attrs: Any, token: bool, second: Sequence[torch.Tensor] | None) -> Launch:
     """``columns``: x, y, positions, x and y of the second exchange; ``second`` is rank 0's when there is one."""
     first, x, y = calls[0], columns[0][0], columns[0][1]
-    constants = _group(calls, links, columns)
+    constants = group_constants(calls, links, columns)
     ranks = constants["RANKS"]
     assert not (constants["ARMED"] and x.dtype == torch.int64), "keys need flagged words"
     scatter = "dim" in attrs and y.shape[1] < x.shape[1]
@@ -357,7 +359,8 @@ def _bind_exchange(calls: Sequence[Call], links: Sequence[Link], columns: Sequen
         blocks += rows * -(-width2 // chunk)
     assert blocks <= first.scratch["epochs"].numel(), f"{blocks} blocks, {first.scratch['epochs'].numel()} epochs"
     table = make_table(calls, links, columns)
-    return _launches(_exchange, (len(calls), blocks), table, constants, first.config["warps"], first.dependent_launch)
+    return make_launches(_exchange, (len(calls), blocks), table, constants, first.config["warps"],
+                         first.dependent_launch)
 
 
 def bind_mix(calls: Sequence[Call], links: Sequence[Link]) -> Launch:
@@ -378,14 +381,14 @@ def bind_mix(calls: Sequence[Call], links: Sequence[Link]) -> Launch:
                 call.tensors["weight"], call.tensors["h"] if call.get("p") is None else call.tensors["p"],
                 call.tensors["h"], call.scratch["grams"], call.scratch["row_epochs"],
                 *(call.rest[min(i, blocks - 1)] for i in range(8))] for call in calls]
-    constants = _group(calls, links, columns) | {
+    constants = group_constants(calls, links, columns) | {
         "D": width, "PART": part, "SLICES": slices, "SLICES_PADDED": _padded(slices), "NB": blocks,
         "EPS": first.attrs["m"]["eps"], "OUT_EPS": first.attrs["h"]["eps"], "STRIDE_X": _words_between_rows(x),
         "STRIDE_PREFIX": row_stride(columns[0][1]), "STRIDE_BLOCK": strides.pop(),
         "STRIDE_P": row_stride(columns[0][4]), "STRIDE_H": row_stride(h), "ADD": add, "HAS_P": p is not None,
         "WARPS": warps, "WIDEN": INTERPRET}
-    return _launches(_mix, (len(calls), slices, rows), make_table(calls, links, columns), constants, warps,
-                     first.dependent_launch, (1, 2, 3) if INTERPRET else (0,))
+    return make_launches(_mix, (len(calls), slices, rows), make_table(calls, links, columns), constants, warps,
+                         first.dependent_launch, (1, 2, 3) if INTERPRET else (0,))
 
 
 def bind_stripe(calls: Sequence[Call], links: Sequence[Link]) -> Launch:
@@ -401,13 +404,13 @@ def _bind_stripe(calls: Sequence[Call], links: Sequence[Link], columns: Sequence
     stripe, own, warps = weight.shape[0], first.config["rows"], first.config["warps"]
     assert weight.is_contiguous(), f"weight {weight.stride()}"
     fma = rows <= 4
-    constants = _group(calls, links, columns) | {
+    constants = group_constants(calls, links, columns) | {
         "M": rows, "MP": _padded(rows) if fma else 16, "K": width, "KB": warps,
         "KW": _padded(width, 16 * warps) // warps, "STRIPE": stripe, "R": own, "EPS": first.attrs["n"]["eps"],
         "STRIDE_X": row_stride(latent), "STRIDE_SHARED": row_stride(shared), "STRIDE_Y": _words_between_rows(gathered),
         "FMA": fma, "PRODUCT": tl.float32 if INTERPRET else tl.bfloat16}
-    return _launches(_stripe, (len(calls), -(-stripe // own)), make_table(calls, links, columns), constants, warps,
-                     first.dependent_launch)
+    return make_launches(_stripe, (len(calls), -(-stripe // own)), make_table(calls, links, columns), constants, warps,
+                         first.dependent_launch)
 
 
 def bind_tail(calls: Sequence[Call], links: Sequence[Sequence[Link]]) -> Launch:

@@ -90,12 +90,12 @@ def part_of(epoch, ARMED: tl.constexpr):
 
 @triton.jit
 def send(table, OWN: tl.constexpr, peer: tl.constexpr, word, at, mask, epoch, rank, RANKS: tl.constexpr,
-         SLOT: tl.constexpr, ARMED: tl.constexpr):
-    """Stores words in this rank's slot of a peer's mailbox; a rank sends nothing to itself."""
+         SLOT: tl.constexpr, ARMED: tl.constexpr, TO_SELF: tl.constexpr = False):
+    """Stores words in this rank's slot of a peer's mailbox; to itself only when other blocks collect."""
     box = tl.load(table + OWN + PEERS + peer).to(tl.pointer_type(tl.int32 if ARMED else tl.int64))
     # a number with the mask's shape: the interpreter joins no other
-    away = (at * 0 + rank) != peer
-    tl.store(box + (part_of(epoch, ARMED) * RANKS + rank) * SLOT + at, word, mask=mask & away)
+    wanted = mask if TO_SELF else mask & ((at * 0 + rank) != peer)
+    tl.store(box + (part_of(epoch, ARMED) * RANKS + rank) * SLOT + at, word, mask=wanted)
 
 
 @triton.jit
@@ -109,13 +109,18 @@ def _late(words, wanted, epoch, ARMED: tl.constexpr):
 
 @triton.jit
 def receive(table, OWN: tl.constexpr, own, at, mask, epoch, rank, RANKS: tl.constexpr, PADDED: tl.constexpr,
-            SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr, ARMED: tl.constexpr):
+            SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr, ARMED: tl.constexpr,
+            FROM_SELF: tl.constexpr = False):
     """i32 [PADDED, n] of all ranks, ``own`` i32 [n] among them, zeros above RANKS; waits for the others.
+
+    With FROM_SELF other blocks of this rank have sent its part too, and ``own`` is not read.
 
     LIMIT > 0 gives up after so many looks at the mailbox and reports in ``health``.
     """
     sender = tl.arange(0, PADDED)[:, None]
-    wanted = (sender < RANKS) & (sender != rank) & mask[None, :]
+    wanted = (sender < RANKS) & mask[None, :]
+    if not FROM_SELF:
+        wanted &= sender != rank
     box = address(table, OWN + BOX, tl.int32 if ARMED else tl.int64, ALIGN)
     source = box + (part_of(epoch, ARMED) * RANKS + sender) * SLOT + at[None, :]
     words = tl.load(source, mask=wanted, other=0, volatile=True)
@@ -146,7 +151,10 @@ def receive(table, OWN: tl.constexpr, own, at, mask, epoch, rank, RANKS: tl.cons
         data = ~words
     else:
         data = (words & 0xFFFFFFFF).to(tl.int32)
-    return tl.where(wanted, data, tl.where((sender == rank) & mask[None, :], own[None, :], 0))
+    if FROM_SELF:
+        return tl.where(wanted, data, 0)
+    else:
+        return tl.where(wanted, data, tl.where((sender == rank) & mask[None, :], own[None, :], 0))
 
 
 @triton.jit

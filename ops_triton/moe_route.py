@@ -105,19 +105,10 @@ def _store(ids, score, slot, used, row, ids_ptr, weights_ptr, TOP_K: tl.constexp
 
 
 @triton.jit
-def _route(logits_ptr, bias_ptr, ids_ptr, weights_ptr, STRIDE: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr,
-           GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIZE: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr,
-           RENORMALIZE: tl.constexpr, SCALING: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
-    start_dependents(DEPENDENT_LAUNCH)
-    row = tl.program_id(0)
-    group = tl.arange(0, GP)[:, None]
-    inside = tl.arange(0, SP)[None, :]
-    expert = group * SIZE + inside
-    real = (group < GROUPS) & (inside < SIZE)
-    bias = tl.load(bias_ptr + expert, mask=real, other=0.0)
-    await_producers(DEPENDENT_LAUNCH)
-    logits_at = logits_ptr + row * STRIDE
-    logit = tl.load(logits_at + expert, mask=real, other=0.0)
+def choose(logit, bias, expert, real, logits_at, bias_ptr, row, ids_ptr, weights_ptr, TOP_K: tl.constexpr,
+           KP: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr,
+           RENORMALIZE: tl.constexpr, SCALING: tl.constexpr):
+    """Ids and weights of one row from its logits [GP, SP], which stand at ``logits_at`` too, seen by this block."""
     choice = _score(logit) + bias
     choice = tl.where((logit == logit) & (choice == choice), choice, float("-inf"))
     if GROUPS > 1:
@@ -145,6 +136,24 @@ def _route(logits_ptr, bias_ptr, ids_ptr, weights_ptr, STRIDE: tl.constexpr, TOP
         ids = 0x7FFFFFFF - (best_full & 0x7FFFFFFF).to(tl.int32)
         score = _score(tl.load(logits_at + ids, mask=used, other=0.0))
         _store(ids, score, slot, used, row, ids_ptr, weights_ptr, TOP_K, RENORMALIZE, SCALING)
+
+
+@triton.jit
+def _route(logits_ptr, bias_ptr, ids_ptr, weights_ptr, STRIDE: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr,
+           GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIZE: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr,
+           RENORMALIZE: tl.constexpr, SCALING: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
+    start_dependents(DEPENDENT_LAUNCH)
+    row = tl.program_id(0)
+    group = tl.arange(0, GP)[:, None]
+    inside = tl.arange(0, SP)[None, :]
+    expert = group * SIZE + inside
+    real = (group < GROUPS) & (inside < SIZE)
+    bias = tl.load(bias_ptr + expert, mask=real, other=0.0)
+    await_producers(DEPENDENT_LAUNCH)
+    logits_at = logits_ptr + row * STRIDE
+    logit = tl.load(logits_at + expert, mask=real, other=0.0)
+    choose(logit, bias, expert, real, logits_at, bias_ptr, row, ids_ptr, weights_ptr, TOP_K, KP, GROUPS, TOPK_GROUPS,
+           GP, SP, RENORMALIZE, SCALING)
 
 
 def bind(call: Call) -> Launch:

@@ -119,7 +119,7 @@ def _needs_pairs(region: Region) -> str | None:
     return _needs_bf16(region)
 
 
-def _needs_router(region: Region) -> str | None:
+def needs_router(region: Region) -> str | None:
     out = region.value("logits").dtype
     if out != "fp32" or region.value("f").dtype != "bf16":
         return f"the two projections give {out} and {region.value('f').dtype}, not fp32 and bf16"
@@ -144,10 +144,10 @@ KERNELS: tuple[KernelDef, ...] = (
     _define("skinny_linear_add", "f = linear(x, weight)\ny = add(f, other)\n-> y", _needs_bf16,
             "projection plus another value"),
     _define("skinny_linear_router", "logits = linear(x, router)\nf = linear(x, weight)\n-> logits, f",
-            _needs_router, "fp32 router rows and bf16 rows in one launch"),
+            needs_router, "fp32 router rows and bf16 rows in one launch"),
     *(_define(f"skinny_linear_{short}", _front(False, op), _needs_pairs, "projection with gate and up activated")
       for short, op in (("situ", "situ_and_mul"), ("silu", "silu_and_mul"))),
-    *(_define(f"skinny_linear_router_{short}", _front(True, op), _needs_router,
+    *(_define(f"skinny_linear_router_{short}", _front(True, op), needs_router,
               "router, projection, gate and up activated in one launch")
       for short, op in (("situ", "situ_and_mul"), ("silu", "silu_and_mul"))),
 )

@@ -16,8 +16,9 @@ from k3plan.compiler.kernel import Menu, Region
 from k3plan.compiler.ops import OPS
 from k3plan.graphs.launch import allocate, arguments_of, default_config, entry_point, make_call, scratch_of
 from k3plan.graphs.load import TORCH_DTYPES
-from k3plan.ops_triton.collectives_menu import KERNELS
+from k3plan.ops_triton import collectives_menu, moe_front_menu
 
+KERNELS = (*collectives_menu.KERNELS, *moe_front_menu.KERNELS)
 MODEL = replace(kernel_check.K3, hidden=256, vocab=96, latent=64, attention=("kda", "mla", "kda", "mla"),
                 mlp=("dense", "moe", "moe", "moe"), moe_intermediate=128)
 SETTINGS = (
@@ -55,7 +56,7 @@ def _evaluate(region: Region, ranks: Sequence[Mapping[str, Tensor]], *, rounded:
               loopback: bool) -> list[dict[str, Tensor]]:
     values = [{n: kernel_check._own(t, rounded) for n, t in own.items()} for own in ranks]
     for node in region.nodes:
-        definition, name = OPS[node.op], node.outputs[0]
+        definition = OPS[node.op]
         if loopback and node.op == "reduce_scatter":
             # what goes to another rank comes back: the parts of this rank are added
             results = [own[node.inputs[0]].float().unflatten(1, (len(values), -1)).sum(1) for own in values]
@@ -64,7 +65,9 @@ def _evaluate(region: Region, ranks: Sequence[Mapping[str, Tensor]], *, rounded:
         else:
             results = [definition.fn(*(own[n] for n in node.inputs), **node.attrs) for own in values]
         for own, result in zip(values, results, strict=True):
-            own[name] = result.to(TORCH_DTYPES[region.graph.values[name].dtype]) if rounded else result
+            made = result if isinstance(result, tuple) else (result,)
+            for out, tensor in zip(node.outputs, made, strict=True):
+                own[out] = tensor.to(TORCH_DTYPES[region.graph.values[out].dtype]) if rounded else tensor
     return values
 
 
