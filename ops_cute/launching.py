@@ -80,7 +80,7 @@ class KernelLaunch:
     cluster: tuple[int, int, int] = (1, 1, 1)
     shared: int = 0  # bytes of dynamic shared memory
     dependent: bool = False  # programmatic dependent launch edges before and after
-    blocks_per_sm: int = 0  # what the register allocation must allow for; 0 leaves it to the assembler
+    blocks_per_sm: int = 1  # that the registers must allow for; the assembler spills less when it knows
     _ready: list[Any] = field(default_factory=list, compare=False, repr=False)
 
     def __post_init__(self) -> None:

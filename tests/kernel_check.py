@@ -414,7 +414,13 @@ def _check_close(case: Case, name: str, where: str, got: Tensor, chain: Tensor, 
 
 
 def all_kernels() -> list[KernelDef]:
-    """The menus that this machine can import."""
-    from k3plan.ops_triton.kernels import KERNELS
+    """Both menus. They import neither language; ``interpreted`` says which kernels need no GPU."""
+    from k3plan.ops_cute.kernels import KERNELS as CUTE
+    from k3plan.ops_triton.kernels import KERNELS as TRITON
 
-    return list(itertools.chain(KERNELS))
+    return list(itertools.chain(TRITON, CUTE))
+
+
+def interpreted(kernel: KernelDef) -> bool:
+    """Whether Triton's interpreter can run it on a CPU."""
+    return kernel.entry.startswith("k3plan.ops_triton.")

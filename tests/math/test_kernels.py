@@ -22,6 +22,8 @@ def _in_the_interpreter() -> list[Any]:
     found = []
     for case in CASES:
         kernel = case.region.kernel.id
+        if not kernel_check.interpreted(case.region.kernel):
+            continue
         turn[kernel] = turn.get(kernel, 0) + 1
         marks = [pytest.mark.slow] if turn[kernel] > PROMPT_CASES else []
         found.append(pytest.param(case, id=case.name, marks=marks))

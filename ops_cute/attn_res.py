@@ -1,0 +1,293 @@
+"""Attention residuals in one launch: add the delta, mix up to 8 blocks and the prefix, norm; a cluster a row.
+
+Contract: as ``ops_triton/attn_res.py``. ``prefix`` bf16 [T, D] and ``delta`` (optional) give ``p = bf16(prefix +
+delta)``; with the blocks bf16 [T, D] (``rest``, oldest first) and ``score`` fp32 [D]: ``s_j = (v_j . score)
+rsqrt(mean v_j^2 + eps)``, softmax over the sources, mix, and ``h = mix rsqrt(mean mix^2 + eps) weight`` (the mix itself
+without ``weight``). Rows may be strided; D is a multiple of 8. ``p`` and ``h`` may be the storage of ``prefix``.
+
+Bytes (blocks + 3) D 2 a row and 6 D of weights: 8 blocks, D 7168, one row 0.2 MB; flops (blocks + 4)^2 D, nothing.
+The floor is latency: a dependent kernel in a graph 0.75 us (H200), one exchange inside a cluster about 0.2, target 1.2
+at one row and 1.8 at 8.
+
+Layout: a row is shared by a cluster of D / (128 ``warps``) blocks of threads. A warp takes 128 columns, twice. As an
+operand of the matrix units: rows 0..7 are the blocks, 8 the prefix, 13..15 the score as three bf16 rows that sum to it
+exactly; the product of this tile with its own transpose is every number that the row needs (``v_i . v_j``, ``v_j .
+score``), summed over the warp without a shuffle. As 4 columns a thread of every source, for the mix. The norm of the
+mix follows from the products, ``sum p_i p_j (v_i . v_j)``, so that the blocks exchange once: the sums of each go to
+all others by stores that count their own bytes at the receiver's barrier. Then each warp does the softmax for itself.
+
+Waits: barrier, ``score`` and ``weight`` before the wait for the producers; blocks, prefix and delta after it (any
+earlier kernel may still be running before it). Reading the blocks earlier would take only their products off the path,
+0.1 us: their loads run beside the prefix's. The trigger is the first instruction. A block of the cluster is sent to
+after all of it has begun, and leaves after it has received all: the cluster's second barrier, entered after the
+exchange, holds what the exchange already implies.
+Numerics: bf16 products are exact, sums fp32, ``p`` is rounded to bf16 before it is used, ``h`` once.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+
+from ..compiler.call import Call
+from .attn_res_menu import BLOCKS, CLUSTER, WARP_COLUMNS, count_parts
+from .launching import KernelLaunch, await_producers, named, row_stride, start_dependents
+from .primitives import (
+    address,
+    exp,
+    lane_value,
+    load_shared,
+    load_words,
+    maximum,
+    mma,
+    pack,
+    peer_address,
+    rsqrt,
+    select,
+    send,
+    store_shared,
+    store_words,
+    sum_lanes,
+    total,
+    unpack,
+)
+
+# fp32 sums of one warp or block: the product's columns 0..7 as the matrix units leave them (4 a lane), then of its
+# column 8, the prefix's, rows 8..15
+SUMS = 136
+PREFIX = 8  # row of the prefix
+SCORE = 13  # first row of the score
+FRAGMENTS = WARP_COLUMNS // 32  # 16-byte loads of a lane for one row
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Sizes and strides in elements."""
+
+    columns: int
+    warps: int
+    parts: int  # blocks of a cluster
+    blocks: int
+    eps: float
+    norm_eps: float
+    stride_prefix: int
+    stride_delta: int
+    stride_block: int
+    stride_p: int
+    stride_h: int
+    has_delta: bool
+    has_p: bool
+    norm: bool
+    dependent: bool
+
+    @property
+    def part(self) -> int:
+        return self.warps * WARP_COLUMNS
+
+    @property
+    def even(self) -> bool:
+        return self.parts * self.part == self.columns
+
+    @property
+    def inbox(self) -> int:
+        """Byte offset of what the blocks of the cluster send, behind the barrier and the warps' sums."""
+        return 16 + 4 * SUMS * self.warps
+
+    @property
+    def gram(self) -> int:
+        return self.inbox + 4 * SUMS * self.parts
+
+    @property
+    def shared(self) -> int:
+        return self.gram + 4 * SUMS
+
+
+def _bytes(row: Any, stride: int, column: Any) -> Any:
+    """Byte offset of a bf16 element."""
+    return (Int64(row) * stride + Int64(column)) * 2
+
+
+def _score_words(score: Any, column: Any, r: Any, p: Parameters) -> list[Any]:
+    """8 elements of the score as the lane's row of the tile has them: its leading, middle or last 8 bits."""
+    wanted = (r >= SCORE - 8) & _inside(column, p)
+    at = score + Int64(column) * 4
+    words = load_words(at, guard=wanted, stream=True) + load_words(at + 16, guard=wanted, stream=True)
+    exact = [word.bitcast(Float32) for word in words]
+    leading = unpack(pack(exact))
+    rest = [x - first for x, first in zip(exact, leading, strict=True)]
+    middle = unpack(pack(rest))
+    pieces = [select(r == SCORE - 8, first, select(r == SCORE - 7, second, x - second))
+              for first, second, x in zip(leading, middle, rest, strict=True)]
+    return pack(pieces)
+
+
+def _inside(column: Any, p: Parameters) -> Any:
+    return column < p.columns
+
+
+def _products(tile: list[tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[Any]]:
+    """The tile (rows 0..7 and rows 8..15 of each fragment) times its transpose: columns 0..7 and 8..15."""
+    sums = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2)]
+    for first, second in tile:
+        for step in range(2):
+            a = [first[2 * step], second[2 * step], first[2 * step + 1], second[2 * step + 1]]
+            sums[step][0] = mma(a, first[2 * step : 2 * step + 2], sums[step][0])
+            sums[step][1] = mma(a, second[2 * step : 2 * step + 2], sums[step][1])
+    return tuple([x + y for x, y in zip(sums[0][n], sums[1][n], strict=True)] for n in range(2))  # type: ignore
+
+
+def _weights(gram: Any, lane: Any, p: Parameters) -> tuple[list[Any], Any, Any]:
+    """exp(s_j - max s) of each source, their sum, and the square sum of the mix with these weights, in every lane.
+
+    Lane j works for source j of 0..8; the upper half of the warp repeats the lower.
+    """
+    sources = [*range(p.blocks), PREFIX]
+    j = lane % 16
+    j = select(j > PREFIX, Int32(PREFIX), j)
+    last = j == PREFIX
+    pair = (j // 2) * 4 + j % 2
+    row = gram + 4 * select(last, Int32(2), 16 * j)
+    own = [load_shared(row + 4 * ((i // 2) * 4 + i % 2)) for i in range(p.blocks)]
+    own.append(load_shared(gram + 4 * select(last, Int32(128), pair + 2)))
+    square = load_shared(gram + 4 * select(last, Int32(128), 16 * j + pair))
+    first = gram + 4 * select(last, Int32(128 + SCORE - 8), 16 * (SCORE - 8) + pair + 2)
+    step = 4 * select(last, Int32(1), Int32(16))
+    score = load_shared(first) + load_shared(first + step) + load_shared(first + 2 * step)
+    score = score * rsqrt(square * (1.0 / p.columns) + p.eps)
+    largest = maximum([lane_value(score, i) for i in sources])
+    mine = exp(score - largest)
+    weights = [lane_value(mine, i) for i in sources]
+    real = (lane % 16 < p.blocks) | (lane % 16 == PREFIX)
+    part = mine * total([weight * product for weight, product in zip(weights, own, strict=True)])
+    return weights, total(weights), sum_lanes(select(real, part, Float32(0.0)), 16)
+
+
+@cute.kernel
+def _attn_res(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
+    at = named(names, arguments)
+    start_dependents(p.dependent)
+    thread, _, _ = cute.arch.thread_idx()
+    part, row, _ = cute.arch.block_idx()
+    lane = thread % 32
+    warp = thread // 32
+    r = lane // 4
+    first = part * p.part + warp * WARP_COLUMNS + (lane % 4) * 8
+    own = part * p.part + thread * 4
+    barrier = cute.arch.get_dyn_smem(Int64, 16)
+    base = address(barrier)
+    inbox = base + p.inbox
+    gram = base + p.gram
+
+    if thread == 0:
+        cute.arch.mbarrier_init(barrier, 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4 * SUMS * p.parts)
+    cute.arch.cluster_arrive()
+    scores = [_score_words(address(at.score), first + 32 * g, r, p) for g in range(FRAGMENTS)]
+    weight = [Int32(0), Int32(0)]
+    if cutlass.const_expr(p.norm):
+        weight = load_words(address(at.weight) + Int64(own) * 2, 2, guard=_inside(own, p), stream=True)
+    cute.arch.cluster_wait()
+    await_producers(p.dependent)
+
+    # the tile first: its products are what everything else waits for
+    sources = [address(getattr(at, f"b{i}")) for i in range(p.blocks)]
+    block = sources[0]
+    for i in cutlass.range_constexpr(1, p.blocks):
+        block = select(r == i, sources[i], block)
+    block = block + _bytes(row, p.stride_block, first)
+    prefix = address(at.prefix) + _bytes(row, p.stride_prefix, first)
+    delta = address(at.delta) + _bytes(row, p.stride_delta, first)
+    lower = []
+    upper = []
+    added = []
+    for g in cutlass.range_constexpr(FRAGMENTS):
+        inside = _inside(first + 32 * g, p)
+        lower.append(load_words(block + 64 * g, guard=None if p.even else inside))
+        upper.append(load_words(prefix + 64 * g, guard=(r == 0) & inside))
+        if cutlass.const_expr(p.has_delta):
+            added.append(load_words(delta + 64 * g, guard=(r == 0) & inside))
+    here = None if p.even else _inside(own, p)
+    mixed = [load_words(source + _bytes(row, p.stride_block, own), 2, guard=here) for source in sources]
+    newest = load_words(address(at.prefix) + _bytes(row, p.stride_prefix, own), 2, guard=here)
+    if cutlass.const_expr(p.has_delta):
+        more = load_words(address(at.delta) + _bytes(row, p.stride_delta, own), 2, guard=here)
+        newest = pack([x + y for x, y in zip(unpack(newest), unpack(more), strict=True)])
+        upper = [pack([x + y for x, y in zip(unpack(x), unpack(y), strict=True)])
+                 for x, y in zip(upper, added, strict=True)]
+    tile = [(lower[g], [select(r == 0, x, y) for x, y in zip(upper[g], scores[g], strict=True)])
+            for g in range(FRAGMENTS)]
+    left, right = _products(tile)
+
+    mine = base + 16 + 4 * SUMS * warp
+    store_shared(mine + 16 * lane, left)
+    store_shared(mine + 512 + 4 * r, right[2:3], guard=lane % 4 == 0)
+    cute.arch.sync_threads()
+    # every thread of the block has read prefix and delta
+    if cutlass.const_expr(p.has_p):
+        store_words(address(at.p) + _bytes(row, p.stride_p, own), newest, guard=here)
+    for start in cutlass.range_constexpr(0, SUMS // 4, p.warps * 32):
+        quad = thread + start
+        if quad < SUMS // 4:
+            warps = [load_shared(base + 16 + 4 * SUMS * w + 16 * quad, 4) for w in range(p.warps)]
+            sums = [total(list(values)) for values in zip(*warps, strict=True)]
+            for peer in range(p.parts):
+                place = peer_address(inbox + 4 * SUMS * part + 16 * quad, Int32(peer))
+                send(place, sums, peer_address(base, Int32(peer)))
+    cute.arch.mbarrier_wait(barrier, 0)
+    cute.arch.cluster_arrive_relaxed()
+    for start in cutlass.range_constexpr(0, SUMS, p.warps * 32):
+        index = thread + start
+        if index < SUMS:
+            store_shared(gram + 4 * index,
+                         [total([load_shared(inbox + 4 * (SUMS * i + index)) for i in range(p.parts)])])
+    cute.arch.sync_threads()
+
+    weights, whole, square = _weights(gram, lane, p)
+    mix = [Float32(0.0)] * 4
+    for weight_j, words in zip(weights, [*mixed, newest], strict=True):
+        mix = [x + weight_j * value for x, value in zip(mix, unpack(words), strict=True)]
+    if cutlass.const_expr(p.norm):
+        # the weights' sum is divided out inside the root
+        mean = cute.arch.fmax(square, Float32(0.0)) * (1.0 / p.columns)
+        scale = rsqrt(mean + p.norm_eps * whole * whole)
+        mix = [x * scale * factor for x, factor in zip(mix, unpack(weight), strict=True)]
+    else:
+        mix = [x / whole for x in mix]
+    store_words(address(at.h) + _bytes(row, p.stride_h, own), pack(mix), guard=here)
+    cute.arch.cluster_wait()
+
+
+def bind(call: Call) -> KernelLaunch:
+    """The launch for ``call``: attention residuals with or without the add and the norm."""
+    prefix, score, h = call.tensors["prefix"], call.tensors["score"], call.tensors["h"]
+    rows, columns = prefix.shape
+    parts = count_parts(dict(call.config), columns)
+    assert 1 <= len(call.rest) <= BLOCKS, f"{len(call.rest)} blocks"
+    assert parts <= CLUSTER, f"{parts} blocks share a row, a cluster has {CLUSTER}"
+    strides = {row_stride(block) for block in call.rest}
+    assert len(strides) == 1, f"blocks with strides {strides}"
+    norm, p, delta = "m" in call.attrs, call.get("p"), call.get("delta")
+    tensors = {
+        "prefix": prefix, "delta": prefix if delta is None else delta, "score": score,
+        "weight": call.tensors["weight"] if norm else score, "p": h if p is None else p, "h": h,
+        **{f"b{i}": block for i, block in enumerate(call.rest)},
+    }
+    for name, tensor in tensors.items():
+        wanted = torch.float32 if name == "score" or (name == "weight" and not norm) else torch.bfloat16
+        assert tensor.dtype == wanted, f"{name} is {tensor.dtype}"
+        assert row_stride(tensor) % 8 == 0 if tensor.dim() > 1 else tensor.is_contiguous(), f"{name} {tensor.stride()}"
+        assert tensor.is_meta or tensor.data_ptr() % 16 == 0, f"{name} begins at {tensor.data_ptr():#x}"
+    parameters = Parameters(
+        columns=columns, warps=call.config["warps"], parts=parts, blocks=len(call.rest),
+        eps=call.attrs["m" if norm else "h"]["eps"], norm_eps=call.attrs["h"]["eps"],
+        stride_prefix=row_stride(prefix), stride_delta=row_stride(tensors["delta"]), stride_block=strides.pop(),
+        stride_p=row_stride(tensors["p"]), stride_h=row_stride(h), has_delta=delta is not None, has_p=p is not None,
+        norm=norm, dependent=call.dependent_launch,
+    )
+    return KernelLaunch(_attn_res, (parts, rows, 1), 32 * parameters.warps, tensors, parameters,
+                        cluster=(parts, 1, 1), shared=parameters.shared, dependent=call.dependent_launch)
