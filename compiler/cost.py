@@ -67,7 +67,9 @@ def cost_model(device: Device, tuning: Tuning, ranks: int) -> Callable[[Region],
         if setting.near is not None and setting.near.model_us:
             factor = max(1.0, setting.near.us / setting.near.model_us)
             us, source = us * factor, f"{source}, x {factor:.2f} as at the nearest measured shape"
-        return Cost(us, moved, counted.flops, False, source)
+        # the library's products are in the device table
+        timed = setting.near is not None or region.kernel.entry.startswith("op:")
+        return Cost(us, moved, counted.flops, False, source, timed)
 
     return price
 

@@ -22,6 +22,7 @@ class Cost:
     flops: int
     measured: bool
     source: str
+    timed: bool = True  # whether its kernel was timed on this GPU, at this or a comparable shape
 
 
 @dataclass(frozen=True, eq=False)

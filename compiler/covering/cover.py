@@ -23,6 +23,7 @@ from .order import FREE_OPS, successors, through_views
 from .reasons import MAX_LOSERS, Loser, explain_losers, explain_uncovered, missed
 from .search import Piece, Solution, bits, solve
 from .signature import Signatures
+from .untimed import hold_back
 
 # prices are compared in whole picoseconds: sums are exact and do not depend on their order
 _PICOSECONDS = 1_000_000
@@ -171,7 +172,7 @@ def _solid_edges(graph: Graph, rank: dict[str, int], free_ops: frozenset[str]) -
 def _answer(component: _Component, solid: list[Node], edges: list[list[int]],
             cost_of: Callable[[Region], Cost]) -> _Answer:
     start, stop = component.start, component.stop
-    costs = tuple(cost_of(region) for region in component.regions)
+    costs = hold_back([cost_of(region) for region in component.regions], component.masks)
     for region, cost in zip(component.regions, costs, strict=True):
         assert 0 <= cost.us < math.inf, f"{region.kernel.id} costs {cost.us} us"
     pieces = [Piece(mask, round(cost.us * _PICOSECONDS))
