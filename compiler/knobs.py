@@ -35,6 +35,16 @@ def switch_off_multicast() -> None:
     os.environ.update(WITHOUT_MULTICAST)
 
 
+def rank_environment() -> dict[str, str]:
+    """The environment of processes that are to be the ranks of a plan."""
+    return {**os.environ, **WITHOUT_MULTICAST, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "rank ${rank}: "}
+
+
+def started_as_rank() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def unknown() -> list[str]:
     """Variables that are set, look like ours and are not: most likely a misspelled or withdrawn flag."""
     known = {knob.name for knob in KNOBS}

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 
 from ..compiler.errors import BindError
 from ..compiler.plan import LaunchPlan
-from .bind import bind
+from .bind import Executable, bind
 from .checkpoint import NOT_DECODED, Checkpoint
 from .decode import Bound, Check, Generated, check, generate
 from .reference import Reference
@@ -25,6 +25,7 @@ class Report:
 
     text: str
     passed: bool
+    tokens: list[list[int]]
 
 
 def check_checkpoint(plan: LaunchPlan, folder: str | Path) -> str:
@@ -39,8 +40,9 @@ def _check(plan: LaunchPlan, checkpoint: Checkpoint, folder: str | Path) -> str:
 
 
 def run_plan(plan: LaunchPlan, folder: str | Path, count: int, prompts: Sequence[str] | None = None, *,
-             verify: bool = True) -> Report:
-    """Decodes ``count`` tokens for each sequence of the plan on this machine's CPU.
+             verify: bool = True,
+             bind_plan: Callable[[LaunchPlan, Checkpoint], Executable] | None = None) -> Report:
+    """Decodes ``count`` tokens for each sequence of the plan, on this machine's CPU unless ``bind_plan`` says where.
 
     Raises CheckpointError, or BindError when the plan was made for another device or the prompts do not fit.
     """
@@ -50,19 +52,23 @@ def run_plan(plan: LaunchPlan, folder: str | Path, count: int, prompts: Sequence
     checkpoint = Checkpoint(folder)
     lines = [_check(plan, checkpoint, folder)]
     started = time.perf_counter()
-    executable = bind(plan, checkpoint, progress=True)
+    executable = bind(plan, checkpoint, progress=True) if bind_plan is None else bind_plan(plan, checkpoint)
     lines.append(f"bound plan {plan.key} to {len(executable.ranks)} rank{'s' if len(executable.ranks) > 1 else ''} "
                  f"in {time.perf_counter() - started:.2f} s: {len(plan.launches)} launches a step")
     made = generate(Bound(executable), plan.spec.step, texts, count)
     lines += _show_text(texts, made)
     step_ms = 1e3 * made.seconds / max(made.steps, 1)
-    lines.append(f"{made.tokens_per_second:.1f} tokens/s on this CPU ({step_ms:.1f} ms a step)")
+    lines.append(f"{made.tokens_per_second:.1f} tokens/s on this {_device_name(executable)} ({step_ms:.1f} ms a step)")
     if not verify:
-        return Report("\n".join([*lines, "not checked (--no-verify)"]), True)
+        return Report("\n".join([*lines, "not checked (--no-verify)"]), True, made.tokens)
     result = check(Reference(plan.spec, checkpoint), plan.spec.step, texts, made.tokens,
                    plan.spec.numerics.activation)
     lines.append(_show_check(result))
-    return Report("\n".join(lines), result.passed)
+    return Report("\n".join(lines), result.passed, made.tokens)
+
+
+def _device_name(executable: Executable) -> str:
+    return "CPU" if executable.ranks[0].arena.device.type == "cpu" else "GPU"
 
 
 def _prompts(plan: LaunchPlan, given: Sequence[str] | None) -> list[list[int]]:

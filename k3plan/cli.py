@@ -10,12 +10,14 @@ from typing import Annotated
 import typer
 
 from .graph_cli import graph_app
+from .launch_cli import app as launch_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Compiles a Kimi K3 decode step into a launch plan, runs it and explains it.")
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Make and check checkpoints.")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(graph_app, name="graph")
+app.add_typer(launch_app, name="launch")
 
 PlanFile = Annotated[Path, typer.Argument(help="Plan file (YAML).", show_default=False)]
 PlanJson = Annotated[Path, typer.Argument(help="Launch plan that compile --out wrote.", show_default=False)]

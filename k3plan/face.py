@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from .compiler.compile import compile_spec
 from .compiler.kernel import KernelDef
+from .compiler.ops import OPS
 from .compiler.plan import LaunchPlan
 from .compiler.reading.source import load_spec
 from .compiler.tuning import Tuned, Tuning
@@ -33,13 +34,20 @@ def tuning(gpu: str) -> Tuning:
     return Tuning(lines)
 
 
-def compile_plan(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> LaunchPlan:
-    """Plan file to launch plan. ``overrides`` are as ``--set``: ``"step.query=4"``.
+def compile_plan(path: str | os.PathLike[str], overrides: Sequence[str] = (), *,
+                 collectives: bool = True) -> LaunchPlan:
+    """Plan file to launch plan. ``overrides`` are as ``--set``: ``"step.query=4"``. Without ``collectives`` no kernel
+    has one inside, so that any transport can carry them.
 
     Raises SpecError (the file), ShardError (a size does not divide), CoverError (no kernel for some op).
     """
     spec = load_spec(path, overrides)
-    return compile_spec(spec, kernels(), tuning(spec.gpu))
+    menu = kernels() if collectives else [k for k in kernels() if not _has_collective(k)]
+    return compile_spec(spec, menu, tuning(spec.gpu))
+
+
+def _has_collective(kernel: KernelDef) -> bool:
+    return any(OPS[node.op].kind == "comm" for node in kernel.parsed.variants[0].nodes)
 
 
 def compile_buckets(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> list[LaunchPlan]:

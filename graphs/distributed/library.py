@@ -49,10 +49,12 @@ class Library:
         # as bytes: gloo knows fewer dtypes than we have
         flat, gathered = sent.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8)
         each = list(parts.unbind(0))
+        # torch 2.13 gave it another name
+        gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
         def step() -> None:
             sent.copy_(x)
-            dist.all_gather_into_tensor(gathered, flat)
+            gather(gathered, flat)
             out.copy_(fn(each, **attrs)[rank])
 
         return step

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compiler.arguments import arguments_of
-from ...compiler.ir import REPLICATED, Graph, Node
+from ...compiler.ir import REPLICATED, Node
 from ...compiler.kernel import Region
 from ...compiler.ops import OPS
 from ..bench import COLD_ROLES, ROTATED_BYTES, random_inputs
@@ -33,7 +33,7 @@ MOST_SETS = 24
 
 
 def time_together(launches: Sequence[Callable[[], None]], group: Group, calls: int = CALLS) -> float:
-    """us of one call on the slowest rank: ``calls`` in one graph, launches in turn, median of the replays."""
+    """us of one call on the slowest rank: ``calls`` in one graph, launches in turn."""
     for launch in launches:
         launch()
     torch.cuda.synchronize()
@@ -41,15 +41,20 @@ def time_together(launches: Sequence[Callable[[], None]], group: Group, calls: i
     with no_garbage_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for index in range(calls):
             launches[index % len(launches)]()
+    return time_graph(graph, group, REPLAYS) / calls
+
+
+def time_graph(graph: Any, group: Group, replays: int) -> float:
+    """us of a replay that all ranks begin together, on the slowest of them; the median after one to warm up."""
     times = []
-    for _ in range(REPLAYS + 1):
+    for _ in range(replays + 1):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         dist.barrier()
         start.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
+        times.append(start.elapsed_time(end) * 1e3)
     said = group.exchange("times", {"us": statistics.median(times[1:])})
     return max(fact["us"] for fact in said)
 
@@ -104,8 +109,8 @@ def every_ranks_inputs(region: Region, ranks: int, device: torch.device, seed: i
     return made
 
 
-def bind_ranks(region: Region, config: Mapping[str, Any], group: Group, transport: Symmetric, *, sets: int | None = None,
-               dependent_launch: bool = False, seed: int = 0) -> Bound:
+def bind_ranks(region: Region, config: Mapping[str, Any], group: Group, transport: Symmetric, *,
+               sets: int | None = None, dependent_launch: bool = False, seed: int = 0) -> Bound:
     """Binds a collective kernel between the ranks of ``group``."""
     inputs = every_ranks_inputs(region, group.ranks, group.device, seed)
     own, values = inputs[group.rank], region.graph.values
@@ -147,7 +152,8 @@ def worst_error(region: Region, bound: Bound, rank: int) -> tuple[float, float]:
 
 def meaning(region: Region, ranks: Sequence[Mapping[str, Tensor]], rounded: bool) -> list[dict[str, Tensor]]:
     """Values of a region's nodes on every rank, in fp32 or each rounded to its dtype."""
-    values = [{n: t if rounded or not t.dtype.is_floating_point else t.float() for n, t in own.items()} for own in ranks]
+    values = [{n: t.float() if t.dtype.is_floating_point and not rounded else t for n, t in own.items()}
+              for own in ranks]
     for node in region.nodes:
         definition, name = OPS[node.op], node.outputs[0]
         if definition.kind == "comm":
@@ -170,12 +176,13 @@ def library_launch(region: Region, group: Group) -> Callable[[], None]:
     return Library(group).collective(node.op, node.attrs, [x], [y])
 
 
-def unfused(graph: Graph, region: Region, found: Sequence[Region]) -> Iterator[Region]:
-    """The same nodes by smaller kernels: again and again the largest that fits into what is left."""
+def unfused(region: Region, found: Sequence[Region]) -> Iterator[Region]:
+    """The same nodes with nothing fused into a collective: again and again the largest kernel that fits the rest."""
+    apart = [r for r in found if len(r.nodes) == 1 or not any(OPS[n.op].kind == "comm" for n in r.nodes)]
     left: list[Node] = list(region.nodes)
     while left:
         names = {node.name for node in left}
-        fitting = [r for r in found if r.kernel.id != region.kernel.id and {n.name for n in r.nodes} <= names]
+        fitting = [r for r in apart if {n.name for n in r.nodes} <= names]
         best = max(fitting, key=lambda r: (len(r.nodes), r.kernel.id))
         yield best
         done = {node.name for node in best.nodes}

@@ -43,10 +43,11 @@ class Symmetric(Library):
             base = symmetric_memory.empty(max(total, ALIGNMENT), dtype=torch.uint8, device=device)
             base.zero_()
             torch.cuda.synchronize(device)
-        handle = symmetric_memory.rendezvous(base, dist.group.WORLD)
+        world = dist.group.WORLD
+        assert world is not None, "no process group"
+        handle = symmetric_memory.rendezvous(base, world)
         self._held.append((base, handle))
-        with self.group.together("rendezvous"):
-            pass
+        self.group.exchange("rendezvous", {})
         return [{name: base[start : start + sizes[name]] for name, start in starts.items()}]
 
     def links(self, mailboxes: Sequence[Tensor]) -> list[Link]:
@@ -57,3 +58,9 @@ class Symmetric(Library):
                 own = base.data_ptr() - handle.buffer_ptrs[rank]
                 return [Link(rank, tuple(pointer + own + at for pointer in handle.buffer_ptrs))]
         raise BindError("a mailbox does not lie in symmetric memory")
+
+    def release(self) -> None:
+        """Lets go of all mailboxes. Nothing that was bound through this transport may be launched again. A meeting."""
+        torch.cuda.synchronize()
+        self.group.exchange("release", {})
+        self._held.clear()
