@@ -84,6 +84,19 @@ def flatten(arguments: Sequence[Any]) -> list[Tensor]:
     return found
 
 
+def arguments_of(name: str, inputs: Sequence[Tensor], attrs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments of the operator for an op's inputs and attributes, as a graph has them."""
+    positional: list[Any] = []
+    left = list(inputs)
+    for parameter in signature(name):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            positional.append(left)
+            left = []
+        elif parameter.kind is not parameter.KEYWORD_ONLY and left:
+            positional.append(left.pop(0))
+    return positional, dict(attrs)
+
+
 def _returned(results: list[tuple[int, Tensor]]) -> Any:
     tensors = tuple(tensor for _, tensor in results)
     return tensors[0] if len(tensors) == 1 else tensors or None
