@@ -57,3 +57,11 @@ def changed_places(executable: Executable, kept: Contents) -> dict[tuple[int, st
         if bool(differs.any()):
             found[index, name] = torch.nonzero(differs).flatten().tolist()
     return found
+
+
+def fill_with_padding(executable: Executable) -> None:
+    """Marks every row of a bound step as padding: it then writes to spare slots and pages only."""
+    for rank in executable.ranks:
+        for name in executable.plan.inputs:
+            if name in ("tokens", "positions", "slots", "page_table"):
+                rank.tensors[name].fill_(-1)

@@ -1,26 +1,36 @@
 """Small bound steps, and how to break one launch of them. Used by the tests of the debugger, on a CPU or on a GPU."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import torch
 
-from k3plan import compile_plan
+from k3plan.compiler.compile import compile_spec
 from k3plan.compiler.plan import LaunchPlan
+from k3plan.compiler.reading.source import load_spec
+from k3plan.face import kernels, tuning
 from k3plan.graphs.bind import Executable, bind
 from k3plan.graphs.random_weights import RandomSource
 
 EXAMPLE = "examples/tiny-k3.yaml"
 
 
-def small_plan(layers: Sequence[int] = (0,), gpu: str = "cpu", more: Sequence[str] = ()) -> LaunchPlan:
-    """One rank of the small model; layer 0 is KDA with a dense MLP, 1 has experts, 3 has MLA and experts."""
+@cache
+def small_plan(layers: tuple[int, ...] = (0,), gpu: str = "cpu", more: tuple[str, ...] = (),
+               menu: str = "triton.") -> LaunchPlan:
+    """One rank of the small model; layer 0 is KDA with a dense MLP, 1 has experts, 3 has MLA and experts.
+
+    Only kernels whose id begins with ``menu`` are taken: those of Triton keep what they compiled from process to
+    process.
+    """
     text = ",".join(map(str, layers))
-    return compile_plan(EXAMPLE, [f"target.gpu={gpu}", "parallel.tp=1", f"model.layers=[{text}]", *more])
+    spec = load_spec(EXAMPLE, [f"target.gpu={gpu}", "parallel.tp=1", f"model.layers=[{text}]", *more])
+    return compile_spec(spec, [k for k in kernels() if k.id.startswith(menu)], tuning(gpu))
 
 
-def small_step(layers: Sequence[int] = (0,), device: str = "cpu", more: Sequence[str] = ()) -> Executable:
+def small_step(layers: tuple[int, ...] = (0,), device: str = "cpu", more: tuple[str, ...] = ()) -> Executable:
     """A bound step with random weights, live inputs and states of a few steps."""
     plan = small_plan(layers, "cpu" if device == "cpu" else "h200", more)
     source = RandomSource.of([w.recipe for w in plan.weights.values()], device=device)

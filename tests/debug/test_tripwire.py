@@ -12,19 +12,11 @@ from broken import launch_index, small_step, with_step
 
 from k3plan.graphs.bind import Executable
 from k3plan.graphs.capture import no_garbage_collection
+from k3plan.graphs.debug.audit import explain_break, observations, written_slots
 from k3plan.graphs.debug.findings import Finding, render
-from k3plan.graphs.debug.storage import changed_places, contents
+from k3plan.graphs.debug.storage import changed_places, contents, fill_with_padding
 from k3plan.graphs.debug.trace import tracing
-from k3plan.graphs.debug.tripwire import (
-    CAPTURING,
-    INVALID,
-    NOT_CAPTURING,
-    Tripwire,
-    explain_break,
-    fill_with_padding,
-    observations,
-    written_slots,
-)
+from k3plan.graphs.debug.tripwire import CAPTURING, INVALID, NOT_CAPTURING, Tripwire
 
 LAUNCH = "L0.attn.o_proj"
 UNSUPPORTED = "CUDA error: operation not permitted when stream is capturing"
