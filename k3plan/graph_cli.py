@@ -98,3 +98,31 @@ def time_(capture: RecordFile, plan: PlanOption = None,
 
     found, its_plan = load_capture(capture, plan)
     typer.echo(times_json(its_plan, found, by) if json_ else show_times(its_plan, found, by))
+
+
+@graph_app.command()
+def report(source: Annotated[Path, typer.Argument(help="Capture, launch plan or plan file.", show_default=False)],
+           out: Annotated[Path | None, typer.Option(help="HTML file to write; else report.html.")] = None,
+           plan: PlanOption = None, set_: Overrides = None,
+           yaml: Annotated[Path | None, typer.Option(help="The plan file, for the lines of its values.")] = None,
+           findings: Annotated[list[Path] | None, typer.Option(help="What another command found, as --json.")] = None,
+           perfetto: Annotated[Path | None, typer.Option(help="Trace for Perfetto to write.")] = None,
+           dot: Annotated[Path | None, typer.Option(help="Data flow for Graphviz to write.")] = None,
+           layer: Annotated[int | None, typer.Option(help="Layer of --dot; else one of each kind.")] = None,
+           whole: Annotated[bool, typer.Option("--whole", help="All layers in --dot.")] = False,
+           svg: Annotated[Path | None, typer.Option(help="Timeline of one layer of each kind to write.")] = None,
+           json_: AsJson = False) -> None:
+    """Write a step as one HTML page: timeline with floors, data flow, roofline, memory, findings, every reason.
+
+    A capture gives measured times; a launch plan or a plan file gives predicted ones."""
+    from .face import compile_plan
+    from .graphs.debug.report import Sources, write_all
+
+    is_plan_file = source.suffix in (".yaml", ".yml")
+    compiled = compile_plan(source, set_ or ()) if is_plan_file else None
+    sources = Sources.read(source, compiled, plan, yaml or (source if is_plan_file else None), findings or ())
+    if json_:
+        typer.echo(sources.to_json())
+    wanted = {"html": out or (None if json_ else Path("report.html")), "perfetto": perfetto, "dot": dot, "svg": svg}
+    for line in write_all(sources, wanted, layer=layer, whole=whole):
+        typer.echo(line, err=json_)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
-from ...compiler.explain import kinds, size
+from ...compiler.errors import PlanError
+from ...compiler.explain import kinds, ranges, size
 from ...compiler.memory import Tensor
 from ...compiler.plan import LaunchPlan
 from .record import Record
@@ -24,8 +25,11 @@ WIDTH, LEFT, BAR, ROW, TITLE = 1200, 12, 40, 108, 60  # px, and letters of a lis
 def dot(plan: LaunchPlan, layer: int | None = None, *, whole: bool = False) -> str:
     """The data flow for Graphviz: launches as boxes with their ops, an edge for what one hands to another.
 
-    Of ``layer``, of the ``whole`` step with a cluster for each layer, or of one layer of each kind.
+    Of ``layer``, of the ``whole`` step with a cluster for each layer, or of one layer of each kind. Raises PlanError
+    when the plan does not have the layer.
     """
+    if layer is not None and layer not in plan.spec.layers:
+        raise PlanError(f"the plan has no layer {layer}\n  fix: take one of {ranges(plan.spec.layers)}")
     groups = [(f"{s.title} {s.kind}" if s.layer is not None else s.kind, range(s.first, s.last + 1))
               for s in spans(plan) if whole or (layer is not None and s.layer == layer)]
     if not groups:

@@ -8,14 +8,21 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from ...compiler.errors import Origin
-from ...compiler.plan import LaunchPlan
-from .findings import Finding
-from .record import Record
+from ...compiler.errors import Origin, RecordError
+from ...compiler.explain import size
+from ...compiler.plan import LaunchPlan, load_plan
+from ...compiler.reading.source import load_spec
+from .drawing import dot, timeline_svg
+from .findings import Finding, from_json
+from .inspect import inspect
+from .perfetto import perfetto_json
+from .record import Record, load_record
 from .report_data import report_data
 
 # in this order they are one script
@@ -43,6 +50,76 @@ def write_report(path: str | Path, plan: LaunchPlan, record: Record | None = Non
                  findings: Sequence[Finding] = (), origins: Mapping[str, Origin] | None = None) -> int:
     """Writes ``render_report`` to a file; returns its bytes."""
     return Path(path).write_bytes(render_report(plan, record, findings, origins).encode())
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a report is made from."""
+
+    plan: LaunchPlan
+    record: Record | None = None
+    findings: tuple[Finding, ...] = ()
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path, compiled: LaunchPlan | None = None, plan: Path | None = None,
+             plan_file: Path | None = None, findings: Sequence[Path] = ()) -> Sources:
+        """``path`` is a capture (its plan is ``plan``, or lies beside it) or a launch plan, or was ``compiled``.
+
+        A capture is inspected, and what that finds comes first. Raises PlanError, RecordError, SpecError.
+        """
+        origins = load_spec(plan_file).origins if plan_file is not None else {}
+        others = [finding for file in findings for finding in read_findings(file)]
+        if compiled is not None or not _is_capture(path):
+            return cls(compiled or load_plan(path), None, tuple(others), origins)
+        record, its_plan = load_record(path), load_plan(plan or path.with_suffix(".plan.json"))
+        found = inspect(its_plan, record, origins).findings
+        return cls(its_plan, record, (*found, *others), origins)
+
+    def to_json(self) -> str:
+        """What the page shows, as data."""
+        return json.dumps(report_data(self.plan, self.record, self.findings, self.origins))
+
+
+def read_findings(path: Path) -> list[Finding]:
+    """Findings of a file that a command of the debugger wrote with ``--json``. Raises RecordError."""
+    def walk(item: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(item, dict) and {"code", "severity", "text"} <= item.keys():
+            yield item
+        elif isinstance(item, (dict, list)):
+            for inner in item.values() if isinstance(item, dict) else item:
+                yield from walk(inner)
+
+    try:
+        return from_json(walk(json.loads(path.read_text())))
+    except (OSError, ValueError, TypeError) as error:
+        raise RecordError(f"{path}: no findings to read ({error})\n"
+                          "  fix: pass what a k3plan graph command printed with --json") from None
+
+
+def write_all(sources: Sources, wanted: Mapping[str, Path | None], *, layer: int | None = None,
+              whole: bool = False) -> Iterator[str]:
+    """Writes each of "html", "perfetto", "dot" and "svg" that has a path; says of each what it is."""
+    plan, record = sources.plan, sources.record
+    times = f"measured on {record.machine.name}" if record and record.replay_us else "predicted"
+    texts: dict[str, Callable[[], str]] = {
+        "html": lambda: render_report(plan, record, sources.findings, sources.origins),
+        "perfetto": lambda: perfetto_json(plan, record), "dot": lambda: dot(plan, layer, whole=whole),
+        "svg": lambda: timeline_svg(plan, record)}
+    for kind, path in wanted.items():
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            written = path.write_bytes(texts[kind]().encode())
+            yield f"{path}: {kind}, {size(written)}, {len(plan.launches)} launches, times {times}"
+
+
+def _is_capture(path: Path) -> bool:
+    # its key is one of the first words of the file, so that a plan is not read twice
+    try:
+        with path.open(encoding="utf-8") as file:
+            return '"plan_key"' in file.read(4096)
+    except OSError:
+        return False
 
 
 def _template(name: str) -> str:
