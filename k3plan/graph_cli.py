@@ -59,17 +59,24 @@ def diff(old: Annotated[Path, typer.Argument(help="Launch plan or capture.", sho
 def record(plan: Annotated[Path, typer.Argument(help="Plan file (YAML).", show_default=False)],
            out: Annotated[Path, typer.Option(help="Capture to write; its plan goes beside it.")],
            set_: Overrides = None, rows: Rows = "",
+           buckets: Annotated[bool, typer.Option(
+               "--buckets", help="Every bucket of the plan file: OUT with the bucket in its name.")] = False,
            timed: Annotated[bool, typer.Option("--time/--no-time", help="Time each launch as well.")] = True) -> None:
     """Capture a step with random weights on this GPU and write down its graph, for every other command here."""
-    from .face import compile_plan
-    from .graphs.debug.session import record_random
+    from .face import compile_buckets, compile_plan
+    from .graphs.debug.session import bucket_table, record_buckets, record_random
 
-    compiled = compile_plan(plan, [*(set_ or ()), *_row_settings(rows)])
-    found = record_random(compiled, timed=timed)
+    settings = [*(set_ or ()), *_row_settings(rows)]
+    plans = compile_buckets(plan, settings) if buckets else [compile_plan(plan, settings)]
+    by_key = {one.key: one for one in plans}
+    found = list(record_buckets(plans, timed=timed) if buckets else [record_random(plans[0], timed=timed)])
     out.parent.mkdir(parents=True, exist_ok=True)
-    found.save(out)
-    compiled.save(plan_path(out))
-    typer.echo(f"{out}: {len(found.nodes)} nodes of {len(found.launches)} launches; {plan_path(out)}: the plan")
+    for one in found:
+        path = out.with_name(f"{out.stem}-{one.bucket}.json") if buckets else out
+        one.save(path)
+        by_key[one.plan_key].save(plan_path(path))
+        typer.echo(f"{path} and {plan_path(path).name}: {len(one.nodes)} nodes of {len(one.launches)} launches")
+    typer.echo(bucket_table(found))
 
 
 @graph_app.command()

@@ -1,8 +1,16 @@
-"""From a plan to the record of its capture on this GPU, in one call. Decides nothing: binds, captures, times."""
+"""From plans to the records of their captures on this GPU, in one call. Decides nothing: binds, captures, times."""
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ...compiler.errors import BindError
+from ...compiler.explain import size, table
 from ...compiler.plan import LaunchPlan
-from ..bench_step import bind_random
+from ..bench_step import bind_random, live_inputs
+from ..buckets import bind_buckets, clear_inputs
+from ..random_weights import RankRandom
 from .record import Record
 from .time import time_capture
 from .walk import record_capture
@@ -13,6 +21,33 @@ def record_random(plan: LaunchPlan, *, seed: int = 0, timed: bool = True) -> Rec
 
     Raises BindError without a GPU, RecordError without cuda-bindings.
     """
+    _need_gpu()
     executable, _ = bind_random(plan, seed)
     step, record = record_capture(executable)
     return time_capture(step, record) if timed else record
+
+
+def record_buckets(plans: Sequence[LaunchPlan], *, seed: int = 0, timed: bool = True) -> Iterator[Record]:
+    """The same for the plans of several buckets over one set of weights and one pool, most sequences first."""
+    _need_gpu()
+    pool = None
+    for executable in bind_buckets(plans, RankRandom(seed), device="cuda", transport="loopback").executables:
+        clear_inputs(executable)
+        step, record = record_capture(executable, pool)
+        pool = pool or step.graph.pool()
+        executable.write(**live_inputs(executable.plan, seed))
+        yield time_capture(step, record) if timed else record
+
+
+def bucket_table(records: Sequence[Record]) -> str:
+    """What each bucket cost and costs."""
+    rows = [(str(r.bucket), str(len(r.launches)), str(len(r.nodes)), f"{r.capture_s:.2f}", size(r.captured_bytes),
+             "-" if r.replay_us is None else f"{r.replay_us / 1e3:.3f}",
+             "-" if r.host_us is None else f"{r.host_us:.1f}") for r in records]
+    return table(("bucket", "launches", "nodes", "capture s", "taken", "replay ms", "host us"), rows, left=1)
+
+
+def _need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise BindError("a graph is recorded on an NVIDIA GPU and this machine has none that torch can use\n"
+                        "  fix: run k3plan graph record where the GPU is, and bring the two files that it writes here")

@@ -1,0 +1,100 @@
+"""``k3plan graph inspect``, ``time``, ``diff`` and ``record`` as their user meets them, in this process."""
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_records import made_record, small_plan
+from typer.testing import CliRunner, Result
+
+from k3plan.cli import app
+from k3plan.compiler.errors import K3PlanError
+from k3plan.graphs.debug.record import Record, load_record
+from k3plan.graphs.debug.session import bucket_table
+
+PLAN = small_plan()
+GOOD = replace(made_record(PLAN), replay_us=300.0, host_us=9.0, launches=tuple(
+    replace(x, us=5.0, busy_us=4.0, gap_us=1.0) for x in made_record(PLAN).launches))
+
+
+def save(folder: Path, record: Record, name: str = "capture.json") -> Path:
+    record.save(folder / name)
+    PLAN.save((folder / name).with_suffix(".plan.json"))
+    return folder / name
+
+
+def graph(*args: object, code: int = 0) -> Result:
+    done = CliRunner().invoke(app, ["graph", *map(str, args)])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def test_inspect_reads_the_plan_beside_the_capture(tmp_path: Path) -> None:
+    text = graph("inspect", save(tmp_path, GOOD)).output
+    assert f"{len(PLAN.launches)} planned, {len(PLAN.launches)} found" in text
+    assert "replay 0.300 ms, 9.0 us of the host" in text
+
+
+def test_inspect_fails_on_an_error_and_says_so_in_json(tmp_path: Path) -> None:
+    broken = replace(GOOD, nodes=tuple(replace(n, grid=(9, 1, 1)) if n.index == 9 else n for n in GOOD.nodes))
+    path = save(tmp_path, broken)
+    assert "CG-017" in graph("inspect", path, code=1).output
+    (found,) = json.loads(graph("inspect", path, "--json", code=1).output)
+    assert found["findings"][0]["code"] == "CG-017"
+
+
+def test_inspect_of_several_buckets(tmp_path: Path) -> None:
+    paths = [save(tmp_path, GOOD, "a.json"), save(tmp_path, replace(GOOD, captured_bytes=2 << 20), "b.json")]
+    text = graph("inspect", *paths).output
+    assert text.count("capture of plan") == 2
+    assert "CG-054" in text
+
+
+def test_time_by_kind_and_by_launch(tmp_path: Path) -> None:
+    path = save(tmp_path, GOOD)
+    text = graph("time", path).output
+    assert "over plan" in text
+    assert f"launches sum to {5 * len(PLAN.launches) / 1e3:.3f} ms" in text
+    assert PLAN.launches[-1].id in graph("time", path, "--by", "launch").output
+    assert json.loads(graph("time", path, "--json").output)["replay_us"] == 300.0
+
+
+def test_diff(tmp_path: Path) -> None:
+    one, two = save(tmp_path, GOOD, "a.json"), save(tmp_path, replace(GOOD, nodes=GOOD.nodes[:-1], launches=(
+        *GOOD.launches[:-1], replace(GOOD.launches[-1], nodes=())), edges=GOOD.edges[:-1]), "b.json")
+    assert "equal: " in graph("diff", one, one).output
+    assert "TopologyChanged" in graph("diff", one, two, code=1).output
+    assert json.loads(graph("diff", one, two, "--json", code=1).output)["update"]["predicted"]
+
+
+def test_a_plan_that_was_not_captured_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, GOOD)
+    small_plan("step.query=2").save(tmp_path / "other.json")
+    done = CliRunner().invoke(app, ["graph", "inspect", str(path), "--plan", str(tmp_path / "other.json")])
+    assert isinstance(done.exception, K3PlanError)
+    assert "pass the plan that was captured" in str(done.exception)
+
+
+def test_recording_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for more in ([], ["--buckets"]):
+        done = CliRunner().invoke(app, ["graph", "record", "examples/tiny-k3.yaml", "--out", str(tmp_path / "c.json"),
+                                        *more])
+        assert isinstance(done.exception, K3PlanError)
+        assert "fix: run k3plan graph record where the GPU is" in str(done.exception)
+    assert not (tmp_path / "c.json").exists()
+
+
+def test_table_of_buckets() -> None:
+    text = bucket_table([GOOD, replace(GOOD, replay_us=None, host_us=None)])
+    assert "0.300" in text
+    assert text.splitlines()[-1].split()[-2:] == ["-", "-"]
+
+
+@pytest.mark.gpu
+def test_record_on_a_gpu(tmp_path: Path) -> None:
+    graph("record", "examples/k3-h200-tp16.yaml", "--set", "model.layers=[0, 1, 2, 3]", "--out", tmp_path / "c.json")
+    assert load_record(tmp_path / "c.json").replay_us
+    assert "0 missing" in graph("inspect", tmp_path / "c.json").output
