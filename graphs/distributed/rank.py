@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ def bind_rank(plan: LaunchPlan, source: TensorSource | RankRandom, group: Group,
             compile_launch: Callable[[], None] = getattr(step, "compile", lambda: None)
             compile_launch()
     group.watch_for(Progress(executable).lines)
+    print(f"rank {group.rank} of {group.ranks} is process {os.getpid()}, bound to plan {plan.key}", flush=True)
     return executable
 
 
@@ -133,6 +135,25 @@ class Progress:
         for name, words in self.read().items():
             if name.endswith("health") and (text := describe(self.plan, words)):
                 raise RankError(text)
+
+
+def clear_exchange(executable: Executable, group: Group) -> None:
+    """Forgets a step that was aborted on some rank: mailboxes, epochs and reports begin anew on all. A meeting.
+
+    No rank may have a launch of the plan under way; the states of the sequences are not repaired.
+    """
+    plan, tensors = executable.plan, executable.ranks[0].tensors
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+    group.exchange("step abandoned", {})
+    for launch in plan.launches:
+        if any(OPS[op].kind == "comm" for op in plan.choice(launch).ops):
+            for name in launch.scratch.values():
+                if plan.buffers[plan.tensors[name].buffer].kind == "zeroed":
+                    tensors[name].zero_()
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+    group.exchange("exchange cleared", {})
 
 
 def describe(plan: LaunchPlan, health: Tensor) -> str:
