@@ -19,7 +19,7 @@ PlanFile = Annotated[Path, typer.Argument(help="Plan file (YAML).", show_default
 PlanJson = Annotated[Path, typer.Argument(help="Launch plan that compile --out wrote.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value.")]
 # a name that is no beginning of an option of torchrun's, which looks at ours too
-Logs = Annotated[Path | None, typer.Option("--log-folder", help="Folder for a log of each rank; a new one if not given.")]
+Logs = Annotated[Path | None, typer.Option("--log-folder", help="Folder for a log of each rank; a new one if none.")]
 Carrier = Annotated[str, typer.Option("--transport", help="symmetric (NVLink, peer pointers), library "
                                       "(torch.distributed: NCCL or gloo), or auto.")]
 LAST_LINES = 30
