@@ -27,7 +27,8 @@ from .report_data import report_data
 
 # in this order they are one script
 SCRIPTS = ("report_core.js", "report_elements.js", "report_timeline.js", "report_step.js", "report_flow.js",
-           "report_roofline.js", "report_time.js", "report_memory.js", "report_launch.js", "report_page.js")
+           "report_roofline.js", "report_time.js", "report_pointers.js", "report_memory.js", "report_launch.js",
+           "report_page.js")
 
 
 def render_report(plan: LaunchPlan, record: Record | None = None, findings: Sequence[Finding] = (),

@@ -113,6 +113,7 @@ const spanHue = span => (span.layer === null ? 'head' : span.kind.startsWith('ML
 let selected = 0;
 const listeners = [];
 function select(index, options = {}) {
+  hideTip();
   selected = Math.max(0, Math.min(launches.length - 1, index));
   if (!options.first) history.replaceState(null, '', `#${encodeURIComponent(launches[selected].id)}`);
   listeners.forEach(f => f(launches[selected], options));

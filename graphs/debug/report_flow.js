@@ -25,8 +25,8 @@ function wrap(words, width) {
 function flowOf(span) {
   const inside = i => i >= span.first && i <= span.last;
   const row = i => (i < span.first ? 0 : i > span.last ? span.last - span.first + 2 : i - span.first + 1);
-  const lanes = new Map(),
-    loads = [];
+  const lanes = new Map();
+  const loads = [];
   for (let i = span.first; i <= span.last; i++) {
     const l = launches[i];
     loads.push(l.inputs.filter(n => !l.producers.has(n)));

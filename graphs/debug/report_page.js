@@ -1,10 +1,14 @@
 'use strict';
 // Findings, the plan file and the head of the page; what the controls at the top do. Draws the page at the end.
 
+const SEVERITIES = ['error', 'warning', 'note'];
+const numbers = new Map(launches.map(l => [l.id, l.index]));
+
+// findings that say the same of several launches, as one
 function findingItem(same) {
   const f = same[0];
-  const index = new Map(launches.map(l => [l.id, l.index])),
-    known = same.filter(x => index.has(x.launch));
+  const known = same.filter(x => numbers.has(x.launch)).map(x => numbers.get(x.launch));
+  const more = known.length > 6 ? el('span', { class: 'soft small' }, ` and ${known.length - 6} more`) : '';
   return el(
     'li',
     { class: f.severity },
@@ -12,15 +16,8 @@ function findingItem(same) {
     ' ',
     el('b', {}, f.code),
     ` ${f.text}`,
-    f.where ? [el('br'), el('code', { class: 'soft' }, f.where)] : null,
-    known.length
-      ? [
-          el('br'),
-          el('span', { class: 'soft small' }, 'at '),
-          known.slice(0, 6).map((x, i) => [i ? ', ' : '', linkTo(index.get(x.launch))]),
-          known.length > 6 ? el('span', { class: 'soft small' }, ` and ${known.length - 6} more`) : null,
-        ]
-      : null,
+    f.where ? [el('br'), el('code', { class: 'soft' }, f.where)] : '',
+    known.length ? [el('br'), el('span', { class: 'soft small' }, 'at '), linked(known.slice(0, 6)), more] : '',
     el('br'),
     el('b', { class: 'small' }, 'fix: '),
     f.fix,
@@ -28,122 +25,132 @@ function findingItem(same) {
 }
 
 function drawFindings() {
-  const box = at('findings'),
-    order = ['error', 'warning', 'note'];
+  const box = at('findings');
   if (!raw.findings.length) {
-    box.append(
-      el(
-        'p',
-        { class: 'soft' },
-        head.record ? 'No findings.' : 'No capture was examined: this report was made from a plan alone.',
-      ),
-    );
+    const why = 'No capture was examined: this report was made from a plan alone.';
+    box.append(el('p', { class: 'soft' }, head.record ? 'No findings: the captured graph is the plan.' : why));
     return;
   }
-  const groups = [
-    ...groupBy(
-      [...raw.findings].sort((a, b) => order.indexOf(a.severity) - order.indexOf(b.severity)),
-      f => `${f.code}\n${f.text}\n${f.fix}`,
-    ).values(),
-  ];
+  const sorted = [...raw.findings].sort((a, b) => SEVERITIES.indexOf(a.severity) - SEVERITIES.indexOf(b.severity));
+  const groups = groupBy(sorted, f => `${f.code}\n${f.text}\n${f.fix}`);
+  const counts = [...groupBy(sorted, f => f.severity)].map(([severity, of]) => plural(of.length, severity));
   box.append(
-    el(
-      'p',
-      { class: 'soft small' },
-      order
-        .map(s => [s, raw.findings.filter(f => f.severity === s).length])
-        .filter(([, n]) => n)
-        .map(([s, n]) => plural(n, s))
-        .join(', '),
-      '; k3plan explain CODE says more.',
-    ),
-    el('ul', { class: 'findings' }, groups.map(findingItem)),
+    paragraph(`${counts.join(', ')}; k3plan explain CODE says more.`),
+    el('ul', { class: 'findings' }, [...groups.values()].map(findingItem)),
   );
 }
 
 function drawPlanFile() {
   const known = raw.spec.some(([, , origin]) => origin !== null);
+  const fields = raw.spec.map(([name, value, origin]) => {
+    return [el('code', {}, name), value, ...(known ? [el('code', {}, origin || 'not given')] : [])];
+  });
+  const rates = Object.entries(raw.device.figures).map(([name, [value, source]]) => {
+    return [el('code', {}, name), { n: value }, source];
+  });
   at('planfile').append(
-    grid(
-      known ? ['field', 'value', 'where it came from'] : ['field', 'value'],
-      raw.spec.map(([name, value, origin]) => [
-        el('code', {}, name),
-        value,
-        ...(known ? [el('code', {}, origin || 'not given')] : []),
-      ]),
-    ),
-    el('h3', {}, 'What the passes did'),
+    grid(['field', 'value', ...(known ? ['where it came from'] : [])], fields),
+    ...titled('What the passes did', list(raw.notes.map(note => el('li', {}, note)))).flat(),
+    ...titled(`Figures of ${raw.device.name}`, grid(['figure', { n: 'value' }, 'source'], rates)).flat(),
+  );
+}
+
+function captureFacts(r) {
+  if (!r) return ['no capture'];
+  const m = r.machine;
+  const software = `driver ${m.driver}, torch ${m.torch}, triton ${m.triton}`;
+  return [`captured on ${m.name} (${m.sms} SMs, ${software}), bucket ${r.bucket}`, ...r.notes];
+}
+
+function stepBar(h) {
+  const part = h.floor_us / h.step_us;
+  const times = h.record
+    ? `launches ${time(h.record.sum_us)}, idle ${time(h.record.idle_us)}, the plan said ${time(h.planned_us)}`
+    : `launches measured alone are ${share(h.measured_alone_us / h.planned_us)} of it`;
+  const label = `the floor is ${share(part)} of the step`;
+  return el(
+    'div',
+    { class: 'figure wide' },
     el(
-      'ul',
-      { class: 'plainlist' },
-      raw.notes.map(n => el('li', {}, n)),
+      'div',
+      { class: 'meter', role: 'img', 'aria-label': label },
+      el('i', { style: 'width: 100%; background: var(--accent); opacity: .25' }),
+      el('i', { style: `width: ${100 * part}%; background: var(--accent)` }),
     ),
-    el('h3', {}, `Figures of ${raw.device.name}`),
-    grid(
-      ['figure', { n: 'value' }, 'source'],
-      Object.entries(raw.device.figures).map(([name, [value, source]]) => [el('code', {}, name), { n: value }, source]),
-    ),
+    el('span', {}, !h.record || h.record.timed ? `${label}; ${times}` : label),
   );
 }
 
 function drawHead() {
-  const h = head,
-    r = h.record,
-    ratio = h.step_us / h.floor_us,
-    rowCount = h.sequences * h.query;
+  const h = head;
   at('title').textContent = `${h.model} decode step on ${h.gpu} TP${h.tp}`;
-  at('facts').append(
-    'Plan ',
-    el('b', {}, h.key),
-    ` · ${plural(h.layers, 'layer')} (${h.layer_numbers}) · `,
-    el('b', {}, `${plural(rowCount, 'row')}`),
-    ` (${plural(h.sequences, 'sequence')} × ${h.query}) · context ${h.context} · experts ${h.experts} · profile ${h.profile}`,
-    r
-      ? ` · captured on ${r.machine.name} (${r.machine.sms} SMs, driver ${r.machine.driver}, torch ${r.machine.torch}, triton ${r.machine.triton}), bucket ${r.bucket}`
-      : ' · no capture',
-    r && r.notes.length ? ` · ${r.notes.join(' · ')}` : '',
-  );
-  const figure = (value, unit, text, more) =>
-    el(
-      'div',
-      { class: 'figure' },
-      el('b', {}, value, el('small', {}, unit)),
-      el('span', {}, text, more ? [' ', more] : ''),
-    );
+  const facts = [
+    `${plural(h.layers, 'layer')} (${h.layer_numbers})`,
+    `${plural(h.sequences * h.query, 'row')} (${plural(h.sequences, 'sequence')} × ${h.query})`,
+    `context ${h.context}`,
+    `experts ${h.experts}`,
+    `profile ${h.profile}`,
+    ...captureFacts(h.record),
+  ];
+  at('facts').append('Plan ', el('b', {}, h.key), facts.map(fact => ` · ${fact}`).join(''));
+  const figure = (value, unit, text, more = '') =>
+    el('div', { class: 'figure' }, el('b', {}, value, el('small', {}, unit)), el('span', {}, text, ' ', more));
+  const ms = v => [(v / 1e3).toFixed(3), 'ms'];
+  const ratio = (h.step_us / h.floor_us).toFixed(2);
+  const host = h.record ? h.record.host_us : null;
+  const measured = el('span', { class: 'pill measured' }, 'measured');
   at('figures').append(
-    figure((h.step_us / 1e3).toFixed(3), 'ms', 'a step', headPill()),
-    figure((h.floor_us / 1e3).toFixed(3), 'ms', 'floor: bytes at bandwidth'),
-    figure(((h.step_us - h.floor_us) / 1e3).toFixed(3), 'ms', `above it: ${ratio.toFixed(2)} times the floor`),
+    figure(...ms(h.step_us), 'a step', headPill()),
+    figure(...ms(h.floor_us), 'floor: bytes at bandwidth'),
+    figure(...ms(h.step_us - h.floor_us), `above it: ${ratio} times the floor`),
     figure(h.launches, '', 'launches'),
-    figure(size(h.bytes).split(' ')[0], size(h.bytes).split(' ')[1], 'moved a step'),
-    figure(size(h.held.weight || 0).split(' ')[0], size(h.held.weight || 0).split(' ')[1], 'of weights a rank'),
-    r && r.host_us !== null
-      ? figure(us(r.host_us), 'µs', 'host time a replay', el('span', { class: 'pill measured' }, 'measured'))
-      : '',
-    el(
-      'div',
-      { class: 'figure wide' },
-      el(
-        'div',
-        {
-          class: 'meter',
-          style: 'height: 14px',
-          role: 'img',
-          'aria-label': `the floor is ${share(1 / ratio)} of the step`,
-        },
-        el('i', { style: 'width: 100%; background: var(--accent); opacity: .25' }),
-        el('i', { style: `width: ${100 / ratio}%; background: var(--accent)` }),
-      ),
-      el(
-        'span',
-        {},
-        `the floor is ${share(1 / ratio)} of the step; ` +
-          (r && r.timed
-            ? `launches ${time(r.sum_us)}, idle ${time(r.idle_us)}, the plan said ${time(h.planned_us)}`
-            : `launches measured alone are ${share(h.measured_alone_us / h.planned_us)} of it`),
-      ),
-    ),
+    figure(...size(h.bytes).split(' '), 'moved a step'),
+    figure(...size(h.held.weight || 0).split(' '), 'of weights a rank'),
+    host === null ? '' : figure(us(host), 'µs', 'host time a replay', measured),
+    stepBar(h),
   );
+}
+
+function listenToTheme() {
+  const themes = ['auto', 'light', 'dark'];
+  const root = document.documentElement;
+  const current = () => root.dataset.theme || 'auto';
+  const use = theme => {
+    root.dataset.theme = theme;
+    redrawAll();
+  };
+  at('theme').addEventListener('click', () => {
+    use(themes[(themes.indexOf(current()) + 1) % themes.length]);
+    at('theme').textContent = `Colours: ${current()}`;
+  });
+  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redrawAll);
+  let before = 'auto';
+  addEventListener('beforeprint', () => {
+    before = current();
+    use('light');
+  });
+  addEventListener('afterprint', () => use(before));
+}
+
+function listenToFind(names) {
+  const texts = l => [l.id, l.choice.kernel, ...l.nodes, ...l.inputs, ...l.outputs];
+  at('names').append(...launches.map(l => el('option', { value: l.id })));
+  at('find').addEventListener('submit', e => {
+    e.preventDefault();
+    const query = at('query').value.trim();
+    if (!query) return;
+    const next = launches.map((_, i) => launches[(selected + 1 + i) % launches.length]);
+    const hit = next.find(l => texts(l).some(text => text.includes(query)));
+    const index = names.get(query) ?? (hit && hit.index);
+    at('found').textContent = index === undefined ? 'nothing found' : '';
+    if (index !== undefined) select(index);
+  });
+}
+
+// the dearest kind of launch, as it stands in the layers that the plan repeats
+function firstShown() {
+  const { of } = [...dots].sort((a, b) => b.gap - a.gap)[0];
+  return of[Math.min(1, of.length - 1)].index;
 }
 
 function start() {
@@ -157,52 +164,15 @@ function start() {
   drawAlgebra();
   drawPlanFile();
   listeners.push(drawLaunch);
-  const themes = ['auto', 'light', 'dark'];
-  at('theme').addEventListener('click', e => {
-    const next = themes[(themes.indexOf(document.documentElement.dataset.theme || 'auto') + 1) % 3];
-    document.documentElement.dataset.theme = next;
-    e.target.textContent = `Colours: ${next}`;
-    redrawAll();
-  });
-  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redrawAll);
-  let before = null;
-  addEventListener('beforeprint', () => {
-    before = document.documentElement.dataset.theme || 'auto';
-    document.documentElement.dataset.theme = 'light';
-    redrawAll();
-  });
-  addEventListener('afterprint', () => {
-    document.documentElement.dataset.theme = before;
-    redrawAll();
-  });
-  const names = new Map([...launches.map(l => [l.id, l.index]), ...[...madeBy].map(([name, l]) => [name, l.index])]);
-  at('names').append(...launches.map(l => el('option', { value: l.id })));
-  at('find').addEventListener('submit', e => {
-    e.preventDefault();
-    const query = at('query').value.trim(),
-      order = launches.map((_, i) => (selected + 1 + i) % launches.length);
-    const hit =
-      names.get(query) ??
-      order.find(i =>
-        [
-          launches[i].id,
-          launches[i].choice.kernel,
-          ...launches[i].nodes,
-          ...launches[i].inputs,
-          ...launches[i].outputs,
-        ].some(n => n.includes(query)),
-      );
-    at('found').textContent = query && hit === undefined ? 'nothing found' : '';
-    if (query && hit !== undefined) select(hit);
-  });
+  listenToTheme();
+  const names = new Map([...[...madeBy].map(([name, l]) => [name, l.index]), ...numbers]);
+  listenToFind(names);
   const named = () => names.get(decodeURIComponent(location.hash.slice(1)));
-  addEventListener('hashchange', () => {
-    if (named() !== undefined) select(named());
-  });
-  const dearest = [...dots].sort((a, b) => b.gap - a.gap)[0];
-  select(named() ?? dearest.of[Math.min(1, dearest.of.length - 1)].index, { first: true });
+  addEventListener('hashchange', () => named() !== undefined && select(named()));
+  select(named() ?? firstShown(), { first: true });
   document.documentElement.dataset.ready = 'yes';
 }
+
 try {
   start();
 } catch (error) {

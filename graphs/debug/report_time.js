@@ -36,11 +36,11 @@ function byKernel(holder) {
   const most = Math.max(...kernels.map(k => k.total));
   const columns = [
     ['launches', 'launches', v => v],
-    ['µs each', 'each', us],
-    ['floor µs', 'floor', us],
-    ['above µs', 'gap', us],
-    ['total µs', 'total', us],
-    ...(anyGraph ? [['planned µs', 'planned', us]] : []),
+    ['each', 'each', us],
+    ['floor', 'floor', us],
+    ['above', 'gap', us],
+    ['total', 'total', us],
+    ...(anyGraph ? [['planned', 'planned', us]] : []),
   ];
   const render = by => {
     kernels.sort((a, b) => (by === 'name' ? a.name.localeCompare(b.name) : b[by] - a[by]));
@@ -83,7 +83,7 @@ function byKind() {
 function drawTime() {
   const holder = el('div');
   byKernel(holder);
-  const note = `All times ${totalWord}. Dark is the floor, light what is above it. A launch below its floor counts as at it.`;
+  const note = `All times in µs, ${totalWord}. Dark is the floor, light what is above it. A launch below its floor counts as at it.`;
   at('time').append(el('p', { class: 'soft small' }, note), holder, el('h3', {}, 'By kind of layer'), byKind());
 }
 
@@ -122,7 +122,7 @@ function drawAlgebra() {
       ' from one layer of each kind times their number, so the taken value need not equal the sum over all launches.',
     ),
     grid(
-      ['choice', 'value', { n: 'ms a step' }, { n: 'µs dearer' }, '', 'taken because'],
+      ['choice', 'value', { n: 'ms a step' }, { n: 'µs dearer' }, 'against the dearest', 'taken because'],
       raw.alternatives.flatMap(priced),
     ),
   );

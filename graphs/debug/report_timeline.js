@@ -1,11 +1,11 @@
 'use strict';
 // The step over time: the whole of it above, a part of it below. Each launch is a bar with its floor inside.
 
-const AXIS = 20,
-  BAND = 22,
-  BAR = 46,
-  HANG = 30,
-  LABEL = 15;
+const AXIS = 20;
+const BAND = 22;
+const BAR = 46;
+const HANG = 30;
+const LABEL = 15;
 const streams = [...new Set(launches.map(l => l.stream))].sort((a, b) => a - b);
 const spanOf = span => [
   launches[span.first].start_us,
@@ -29,8 +29,8 @@ const zoom = (factor, middle = (view.from + view.to) / 2) =>
   show(middle - (middle - view.from) * factor, middle + (view.to - middle) * factor);
 
 function ticks(from, to, width) {
-  const rough = (to - from) / Math.max(2, width / 90),
-    power = 10 ** Math.floor(Math.log10(rough));
+  const rough = (to - from) / Math.max(2, width / 90);
+  const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= rough);
   const found = [];
   for (let t = Math.ceil(from / step) * step; t <= to; t += step) found.push(t);
@@ -53,14 +53,12 @@ function drawBands(pen, x, top, height, named) {
     const [a, b] = spanOf(span).map(x);
     const outside = b < 0 || a > pen.canvas.clientWidth;
     if (outside) return;
-    const mla = span.kind.startsWith('MLA'),
-      other = span.layer === null;
-    pen.fillStyle = colour(other ? 'head' : mla ? 'mla' : 'kda');
+    pen.fillStyle = colour(spanHue(span));
     pen.globalAlpha = i % 2 ? 0.2 : 0.32;
     pen.fillRect(a, top, Math.max(0.6, b - a - (b - a > 6 ? 1 : 0)), height);
     pen.globalAlpha = 1;
-    const left = Math.max(a, 0) + 6,
-      room = Math.min(b, pen.canvas.clientWidth) - left - 4;
+    const left = Math.max(a, 0) + 6;
+    const room = Math.min(b, pen.canvas.clientWidth) - left - 4;
     if (!named || room < 16) return;
     pen.fillStyle = colour('ink');
     const total = sum(launches.slice(span.first, span.last + 1), l => l.us);
@@ -73,13 +71,13 @@ function drawBands(pen, x, top, height, named) {
 }
 
 function drawOverview(pen, width, height) {
-  const x = t => (t / stepEnd) * width,
-    top = 12,
-    deep = height - top;
+  const x = t => (t / stepEnd) * width;
+  const top = 12;
+  const deep = height - top;
   drawBands(pen, x, 0, 9, false);
   for (const l of launches) {
-    const a = x(l.start_us),
-      w = Math.max(0.25, (l.us / stepEnd) * width);
+    const a = x(l.start_us);
+    const w = Math.max(0.25, (l.us / stepEnd) * width);
     pen.fillStyle = colour(l.choice.family);
     pen.globalAlpha = 0.28;
     pen.fillRect(a, top, w, deep);
@@ -89,31 +87,29 @@ function drawOverview(pen, width, height) {
   }
   pen.strokeStyle = colour('chosen');
   pen.lineWidth = 2;
-  const a = x(view.from),
-    b = x(view.to);
+  const a = x(view.from);
+  const b = x(view.to);
   pen.strokeRect(Math.max(1, a - 1), 1, Math.max(4, Math.min(width - 2, b - a + 2)), height - 2);
 }
 
-const laneTop = stream =>
-  AXIS +
-  BAND +
-  6 +
-  streams.indexOf(stream) * (BAR + HANG + (streams.length > 1 ? LABEL : 0)) +
-  (streams.length > 1 ? LABEL : 0);
+const laneTop = stream => {
+  const label = streams.length > 1 ? LABEL : 0;
+  return AXIS + BAND + 6 + label + streams.indexOf(stream) * (BAR + HANG + label);
+};
 
 function drawBar(pen, l, x, per) {
-  const a = x(l.start_us),
-    w = Math.max(0.5, l.us * per),
-    top = laneTop(l.stream),
-    inner = w > 5 ? 1 : 0;
+  const a = x(l.start_us);
+  const w = Math.max(0.5, l.us * per);
+  const top = laneTop(l.stream);
+  const inner = w > 5 ? 1 : 0;
   pen.fillStyle = colour(l.choice.family);
   pen.globalAlpha = 0.24;
   pen.fillRect(a, top, w - inner, BAR);
   pen.globalAlpha = 1;
   pen.fillRect(a, top + BAR - 11, Math.min(w - inner, Math.max(l.floor_us * per, 0)), 11);
   if (w > 34) {
-    const left = Math.max(a, 0) + 5,
-      room = Math.min(a + w, pen.canvas.clientWidth) - left - 4;
+    const left = Math.max(a, 0) + 5;
+    const room = Math.min(a + w, pen.canvas.clientWidth) - left - 4;
     pen.fillStyle = colour('ink');
     pen.fillText(fit(pen, kernelName(l.choice), room), left, top + 10);
     pen.fillStyle = colour('soft');
@@ -124,12 +120,12 @@ function drawBar(pen, l, x, per) {
 function drawEdges(pen, x, per) {
   const arcs = launches.length && (per * stepEnd) / launches.length > 5;
   for (const link of links) {
-    const a = launches[link.source],
-      b = launches[link.target];
-    const x0 = x(a.start_us + a.us / 2),
-      x1 = x(b.start_us + Math.min(b.us / 2, 0.8)),
-      y0 = laneTop(a.stream) + BAR,
-      y1 = laneTop(b.stream) + BAR;
+    const a = launches[link.source];
+    const b = launches[link.target];
+    const x0 = x(a.start_us + a.us / 2);
+    const x1 = x(b.start_us + Math.min(b.us / 2, 0.8));
+    const y0 = laneTop(a.stream) + BAR;
+    const y1 = laneTop(b.stream) + BAR;
     if (Math.max(x0, x1) < 0 || Math.min(x0, x1) > pen.canvas.clientWidth) continue;
     pen.strokeStyle = pen.fillStyle = colour(EDGE[link.kind]);
     if (!arcs) {
@@ -153,8 +149,8 @@ function drawEdges(pen, x, per) {
 }
 
 function drawDetail(pen, width) {
-  const per = width / (view.to - view.from),
-    x = t => (t - view.from) * per;
+  const per = width / (view.to - view.from);
+  const x = t => (t - view.from) * per;
   drawAxis(pen, width, x, view.from, view.to);
   drawBands(pen, x, AXIS, BAND - 2, true);
   if (streams.length > 1)
