@@ -51,9 +51,9 @@ def changed_places(executable: Executable, kept: Contents) -> dict[tuple[int, st
     found = {}
     for (index, name), old in kept.of.items():
         rank = next(r for r in executable.ranks if r.index == index)
-        places = rank.tensors[name].shape[0]
-        now = rank.buffers[name].view(places, -1)
-        differs = now.ne(old.view(places, -1)).any(1)[:-1]
+        # a plan that shares the storage of a larger one has more places than its own shape says
+        one = rank.tensors[name][0].nbytes
+        differs = rank.buffers[name].view(-1, one).ne(old.view(-1, one)).any(1)[:-1]
         if bool(differs.any()):
             found[index, name] = torch.nonzero(differs).flatten().tolist()
     return found

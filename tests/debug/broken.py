@@ -63,7 +63,7 @@ def launch_index(executable: Executable, launch: str) -> int:
     return [x.id for x in executable.plan.launches].index(launch)
 
 
-def with_step(executable: Executable, launch: str, make: Callable[[Callable[[], None]], Callable[[], None]]
+def with_step(executable: Executable, launch: str, make: Callable[[Callable[[], None]], Callable[[], object]]
               ) -> Executable:
     """``executable`` with the first step of a launch replaced by ``make(that step)``."""
     at = executable.first[launch_index(executable, launch)]
