@@ -127,7 +127,8 @@ def report(source: Annotated[Path, typer.Argument(help="Capture, launch plan or 
 
     is_plan_file = source.suffix in (".yaml", ".yml")
     compiled = compile_plan(source, set_ or ()) if is_plan_file else None
-    sources = Sources.read(source, compiled, plan, yaml or (source if is_plan_file else None), findings or ())
+    sources = Sources.read(source, compiled, plan, yaml or (source if is_plan_file else None), set_ or (),
+                           findings or ())
     if json_:
         typer.echo(sources.to_json())
     wanted = {"html": out or (None if json_ else Path("report.html")), "perfetto": perfetto, "dot": dot, "svg": svg}

@@ -64,12 +64,13 @@ class Sources:
 
     @classmethod
     def read(cls, path: Path, compiled: LaunchPlan | None = None, plan: Path | None = None,
-             plan_file: Path | None = None, findings: Sequence[Path] = ()) -> Sources:
-        """``path`` is a capture (its plan is ``plan``, or lies beside it) or a launch plan, or was ``compiled``.
+             plan_file: Path | None = None, overrides: Sequence[str] = (), findings: Sequence[Path] = ()) -> Sources:
+        """``path`` is a capture (its plan is ``plan``, or lies beside it) or a launch plan, or was ``compiled``;
+        ``plan_file`` with its ``overrides`` says where values came from.
 
         A capture is inspected, and what that finds comes first. Raises PlanError, RecordError, SpecError.
         """
-        origins = load_spec(plan_file).origins if plan_file is not None else {}
+        origins = load_spec(plan_file, overrides).origins if plan_file is not None else {}
         others = [finding for file in findings for finding in read_findings(file)]
         if compiled is not None or not _is_capture(path):
             return cls(compiled or load_plan(path), None, tuple(others), origins)

@@ -124,11 +124,11 @@ def _head(plan: LaunchPlan, record: Record | None, step: float, floor: float) ->
         "floor_us": _round(floor), "basis": "measured" if measured else "predicted",
         "measured_alone_us": _round(alone), "bytes": sum(plan.choice(x).bytes for x in plan.launches),
         "flops": sum(plan.choice(x).flops for x in plan.launches),
-        "held": held, "arena_bytes": plan.arena_bytes, "record": _record(plan, record),
+        "held": held, "arena_bytes": plan.arena_bytes, "record": _record(record),
     }
 
 
-def _record(plan: LaunchPlan, record: Record | None) -> dict[str, Any] | None:
+def _record(record: Record | None) -> dict[str, Any] | None:
     if record is None:
         return None
     kinds: dict[str, int] = {}
@@ -141,7 +141,6 @@ def _record(plan: LaunchPlan, record: Record | None) -> dict[str, Any] | None:
         "timed": sum(launch.us is not None for launch in record.launches),
         "sum_us": _round(sum(launch.us or 0.0 for launch in record.launches)),
         "idle_us": _round(sum(launch.gap_us or 0.0 for launch in record.launches)),
-        "missing": [x.id for x in plan.launches if x.id not in {launch.id for launch in record.launches}],
     }
 
 

@@ -59,7 +59,14 @@ function captureFacts(r) {
   if (!r) return ['no capture'];
   const m = r.machine;
   const software = `driver ${m.driver}, torch ${m.torch}, triton ${m.triton}`;
-  return [`captured on ${m.name} (${m.sms} SMs, ${software}), bucket ${r.bucket}`, ...r.notes];
+  const kinds = Object.entries(r.node_kinds).map(([kind, n]) => `${n} ${kind}`);
+  const took = r.capture_s ? [`captured in ${r.capture_s.toFixed(2)} s, ${size(r.captured_bytes)}`] : [];
+  return [
+    `captured on ${m.name} (${m.sms} SMs, ${software}), bucket ${r.bucket}`,
+    `${plural(r.nodes, 'node')} (${kinds.join(', ')}), ${plural(r.edges, 'edge')}`,
+    ...took,
+    ...r.notes,
+  ];
 }
 
 function stepBar(h) {
