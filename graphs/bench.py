@@ -52,11 +52,12 @@ def time_region(region: Region, config: Mapping[str, Any] | None = None, *, depe
     cold = {name: t for name, t in shared.items() if region.graph.values[name].role in COLD_ROLES}
     sets = min(MOST_SETS, max(1, math.ceil(rotated_bytes / max(1, sum(t.nbytes for t in cold.values())))))
     scratch = {name: allocate(wanted, device) for name, wanted in scratch_of(region, config).items()}
-    launches = []
+    launches, kept = [], []  # a kernel may know its tensors by address only
     for index in range(sets):
         own = {name: tensor if index == 0 else tensor.clone() for name, tensor in cold.items()}
         tensors = {**shared, **own}
         tensors |= {out: tensors[source] for out, source in in_place(region).items() if out in tensors}
+        kept.append(tensors)
         launches.append(bind_region(region, tensors, config, scratch=scratch, dependent_launch=dependent_launch))
     launches[0]()  # compiles
     torch.cuda.synchronize()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compiler.arguments import arguments_of
+from ...compiler.call import Call
 from ...compiler.ir import REPLICATED, Node
 from ...compiler.kernel import Region
 from ...compiler.ops import OPS
@@ -89,9 +90,13 @@ def measure_link(group: Group, transport: Symmetric, rounds: int = 200) -> Link:
 
 @dataclass(frozen=True)
 class Bound:
-    """A region on this rank, ready to launch with rotating weights, and the tensors of its first launch."""
+    """A region on this rank, ready to launch with rotating weights, and the tensors of its first launch.
+
+    ``calls`` are kept because the kernels know their tensors by address only.
+    """
 
     launches: list[Callable[[], None]]
+    calls: list[Call]
     tensors: dict[str, Tensor]
     ranks: list[dict[str, Tensor]]  # inputs of every rank, for the reference
 
@@ -125,15 +130,16 @@ def bind_ranks(region: Region, config: Mapping[str, Any], group: Group, transpor
     cold = {n: t for n, t in own.items() if values[n].role in COLD_ROLES}
     nbytes = sum(t.nbytes for t in cold.values())
     sets = sets or (min(MOST_SETS, math.ceil(ROTATED_BYTES / nbytes)) if nbytes > 1 << 20 else 1)
-    launches = []
+    launches, calls = [], []
     for index in range(sets):
         tensors = own | outputs | ({n: t.clone() for n, t in cold.items()} if index else {})
         call = make_call(arguments_of(region), tensors, scratch=scratch, config=config, ranks=group.ranks,
                          dependent_launch=dependent_launch)
         names = [n for n in scratch if n.endswith("mailbox")]
         links = [transport.links([scratch[n]]) for n in names]
+        calls.append(call)
         launches.append(entry_point(region.kernel.entry)([call], links[0] if len(links) == 1 else links))
-    return Bound(launches, own | outputs, inputs)
+    return Bound(launches, calls, own | outputs, inputs)
 
 
 def worst_error(region: Region, bound: Bound, rank: int) -> tuple[float, float]:

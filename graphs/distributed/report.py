@@ -85,9 +85,11 @@ def _measure(region: Region, found: Sequence[Region], rows: int, group: Group, t
 
 def _unfused_us(region: Region, found: Sequence[Region], group: Group, transport: Symmetric) -> float:
     launches: list[Callable[[], None]] = []
+    kept: list[Any] = []  # kernels of collectives know their tensors by address only
     for part in unfused(region, [r for r in found if not r.kernel.entry.startswith("op:")]):
         if is_collective(part):
-            launches += bind_ranks(part, default_config(part), group, transport, sets=1).launches
+            kept.append(bind_ranks(part, default_config(part), group, transport, sets=1))
+            launches += kept[-1].launches
         else:
             launches.append(bind_region(part, random_inputs(part, str(group.device))))
 
