@@ -9,16 +9,23 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .compiler.plan import LaunchPlan, load_plan
     from .compiler.reading.source import load_spec
-    from .face import compile_plan
+    from .face import compile_buckets, compile_plan, patch
     from .graphs.bind import Executable, bind
     from .graphs.checkpoint import Checkpoint
+    from .graphs.module.layer import DecodeLayer
+    from .graphs.module.step import DecodeStep
 
 _HOME = {
     "LaunchPlan": ".compiler.plan", "load_plan": ".compiler.plan", "load_spec": ".compiler.reading.source",
-    "compile_plan": ".face", "Executable": ".graphs.bind", "bind": ".graphs.bind",
-    "Checkpoint": ".graphs.checkpoint",
+    "compile_plan": ".face", "compile_buckets": ".face", "patch": ".face", "Executable": ".graphs.bind",
+    "bind": ".graphs.bind",
+    "Checkpoint": ".graphs.checkpoint", "DecodeLayer": ".graphs.module.layer",
+    "DecodeStep": ".graphs.module.step",
 }
-__all__ = ["Checkpoint", "Executable", "LaunchPlan", "bind", "compile_plan", "load_plan", "load_spec"]
+__all__ = [
+    "Checkpoint", "DecodeLayer", "DecodeStep", "Executable", "LaunchPlan", "bind", "compile_buckets", "compile_plan",
+    "load_plan", "load_spec", "patch",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from importlib.resources import files
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from .compiler.compile import compile_spec
 from .compiler.kernel import KernelDef
@@ -14,6 +15,9 @@ from .compiler.ops import OPS
 from .compiler.plan import LaunchPlan
 from .compiler.reading.source import load_spec
 from .compiler.tuning import Tuned, Tuning
+
+if TYPE_CHECKING:
+    from .graphs.module.patch import Patched
 
 MENUS = ("k3plan.ops_triton.kernels", "k3plan.ops_cute.kernels")
 
@@ -54,3 +58,17 @@ def compile_buckets(path: str | os.PathLike[str], overrides: Sequence[str] = ())
     """One launch plan for each of the plan file's ``capture.buckets`` (numbers of sequences), ascending."""
     buckets = load_spec(path, overrides).buckets
     return [compile_plan(path, [*overrides, f"step.sequences={bucket}"]) for bucket in buckets]
+
+
+def patch(model: Any, *, sequences: int = 1, context: int = 4096, gpu: str = "cpu") -> Patched:
+    """Makes the decoder layers of a transformers Kimi-Linear decode with launch plans; prompts stay in transformers.
+
+    The plans are for ``sequences`` sequences of up to ``context`` tokens on ``gpu``. Use it as
+    ``with k3plan.patch(model): model.generate(...)``, or keep the result and call ``restore()``.
+
+    Raises BindError (another model, dtype or device), CoverError.
+    """
+    from .graphs.module.patch import patch_model
+
+    return patch_model(model, lambda spec: compile_spec(spec, kernels(), tuning(spec.gpu)), sequences=sequences,
+                       context=context, gpu=gpu)

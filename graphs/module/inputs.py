@@ -1,6 +1,6 @@
 """The inputs of a step: from an engine's tensors to the static buffers of a bucket, the rest padded.
 
-Decides which bucket a step runs. Padding is -1 in index inputs, 0 in rows of the residual stream, 1 in ``accepted``.
+Allocates nothing. Padding is -1 in index inputs, 0 in rows of the residual stream, 1 in ``accepted``.
 """
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from torch import Tensor
 
 from ...compiler.errors import BindError
 from ..bind import Executable, check_range
+from ..buckets import Buckets
 
 BY_ROW = ("tokens", "hidden", "positions")  # and the blocks: one entry a row; the others have one a sequence
 
 
-def bucket_of(executables: Sequence[Executable], positions: Tensor) -> int:
-    """Index of the smallest plan that serves ``positions`` [B, l]; plans stand in falling number of sequences."""
-    largest, query = executables[0].plan.spec.step.sequences, executables[0].plan.spec.step.query
-    if positions.dim() != 2 or not 1 <= positions.shape[0] <= largest or not 1 <= positions.shape[1] <= query:
-        raise BindError(f"positions: shape {tuple(positions.shape)}, a step takes 1 to {largest} sequences of 1 to "
-                        f"{query} rows\n  fix: pass [sequences, rows], or compile a plan for more")
-    return max(i for i, e in enumerate(executables) if e.plan.spec.step.sequences >= positions.shape[0])
+def bucket_of(buckets: Buckets, positions: Tensor) -> int:
+    """Index of the smallest bucket that serves ``positions`` [B, l]. Raises BindError: there is none."""
+    query = buckets.executables[0].plan.spec.step.query
+    if positions.dim() != 2 or not positions.shape[0] or not 1 <= positions.shape[1] <= query:
+        raise BindError(f"positions: shape {tuple(positions.shape)}, a step takes [sequences, 1 to {query} rows]\n"
+                        "  fix: pass one row of positions for each sequence, or compile a plan for more rows")
+    return buckets.choose(positions.shape[0])
 
 
 def write_inputs(executable: Executable, given: Mapping[str, Tensor | None]) -> None:
@@ -37,13 +38,6 @@ def write_inputs(executable: Executable, given: Mapping[str, Tensor | None]) -> 
     assert positions is not None
     for name in wanted:
         _write(executable, name, given.get(name), positions.shape)
-
-
-def clear_inputs(executable: Executable) -> None:
-    """Makes every row padding."""
-    for name in executable.plan.inputs:
-        if name != "rank":
-            _write(executable, name, None, (0, 0))
 
 
 def _write(executable: Executable, name: str, tensor: Tensor | None, live: Sequence[int]) -> None:

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from ...compiler.errors import BindError
 from ...compiler.plan import LaunchPlan
-from ..bind import Executable, bind
-from ..capture import CapturedStep, capture
+from ..bind import Executable
+from ..buckets import Buckets, bind_buckets, capture_buckets
+from ..capture import CapturedStep
 from ..load import StateDictSource, TensorSource
-from ..transport import Transport, transport_of
+from ..transport import Transport
 from .addresses import Entry, Held, Table, users
-from .inputs import bucket_of, clear_inputs, write_inputs
+from .inputs import bucket_of, write_inputs
 from .parameters import Parameters, Tree, hang, lay_parameters, pull_back, write_packed
 
 STORAGE = "storage"  # the submodule of the buffers
@@ -34,12 +35,11 @@ class DecodeStep(Tree):
     ``load_state_dict``, with ``assign=True`` too, writes in place and needs nothing more.
     """
 
-    def __init__(self, executables: Sequence[Executable], parameters: Parameters | None, prefix: str = "") -> None:
-        """Called by ``from_plan``. ``executables`` in falling number of sequences; ``prefix`` is left out of the
-        names of parameters."""
+    def __init__(self, buckets: Buckets, parameters: Parameters | None, prefix: str = "") -> None:
+        """Called by ``from_plan``. ``prefix`` is left out of the names of parameters."""
         super().__init__(self._touch)
         self.prefix = prefix
-        self._hold(executables, parameters)
+        self._hold(buckets, parameters)
         self.register_load_state_dict_post_hook(_prepare_after_load)
 
     @classmethod
@@ -54,27 +54,29 @@ class DecodeStep(Tree):
 
         Raises BindError (plans that are not of one model, a device that cannot run them), CheckpointError.
         """
-        plans = sorted([plan] if isinstance(plan, LaunchPlan) else plan, key=lambda p: -p.spec.step.sequences)
+        plans = [plan] if isinstance(plan, LaunchPlan) else list(plan)
         _check_one_model(plans)
         source = StateDictSource(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
-        executables: list[Executable] = []
-        for each in plans:
-            executables.append(bind(each, source, device=device, transport=transport_of(transport),
-                                    shared=executables[0] if executables else None))
-        whole = len(executables[0].ranks) == plans[0].spec.parallel.tp
+        buckets = bind_buckets(plans, source, device=device, transport=transport)
+        first = buckets.executables[0]
+        whole = len(first.ranks) == plans[0].spec.parallel.tp
         if parameters and not whole:
             raise BindError(f"parameters of whole tensors on one of {plans[0].spec.parallel.tp} ranks\n"
                             "  fix: pass parameters=False; this rank's part is loaded from the checkpoint")
         parts = None
         if whole if parameters is None else parameters:
-            first = executables[0]
             parts = lay_parameters(first.plan.weights, [rank.tensors for rank in first.ranks], source)
-        module = cls(executables, parts, prefix)
+        module = cls(buckets, parts, prefix)
         if module.device.type == "cuda" if capture is None else capture:
             module.capture()
         return module
 
-    _graphs: list[CapturedStep]
+    buckets: Buckets
+
+    @property
+    def executables(self) -> tuple[Executable, ...]:
+        """The bound plan of each bucket, most sequences first."""
+        return self.buckets.executables
 
     @property
     def plans(self) -> tuple[LaunchPlan, ...]:
@@ -89,16 +91,12 @@ class DecodeStep(Tree):
     @property
     def graphs(self) -> tuple[CapturedStep, ...]:
         """The captured step of each plan; empty where steps run launch by launch."""
-        return tuple(self._graphs)
+        return self.buckets.steps
 
     def capture(self) -> None:
         """One CUDA graph for each plan, largest first, over one memory pool. Leaves states and caches as they are."""
         self.verify_addresses()
-        self._graphs = []
-        for executable in self.executables:
-            clear_inputs(executable)  # so that the warm-up runs on padding
-            pool = self._graphs[0].graph.pool() if self._graphs else None
-            self._graphs.append(capture(executable, pool))
+        self.buckets = capture_buckets(self.buckets)
 
     def step(self, rows: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor | None = None,
              accepted: Tensor | None = None, *, blocks: Sequence[Tensor] = ()) -> dict[str, Tensor]:
@@ -115,21 +113,23 @@ class DecodeStep(Tree):
         """
         if not self._verified:
             self.verify_addresses()
-        index = bucket_of(self.executables, positions)
+        index = bucket_of(self.buckets, positions)
         executable = self.executables[index]
         given = {"tokens" if executable.plan.spec.step.source == "tokens" else "hidden": rows, "positions": positions,
                  "slots": slots, "page_table": page_table, "accepted": accepted,
                  **{f"block{i}": block for i, block in enumerate(blocks)}}
         write_inputs(executable, given)
-        if self._graphs:
-            self._graphs[index].replay()
+        if self.graphs:
+            self.graphs[index].replay()
         else:
             executable.run()
         count, length = positions.shape
         query = executable.plan.spec.step.query
         return {name: out.unflatten(0, (-1, query))[:count, :length] for name, out in executable.outputs.items()}
 
-    forward = step
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """``step``."""
+        return self.step(*inputs, **named)
 
     def reset(self, slot: int) -> None:
         """Empties the state of ``slot`` for a new sequence."""
@@ -172,19 +172,18 @@ class DecodeStep(Tree):
 
         States and caches start empty. Raises BindError when the module keeps no parameters.
         """
-        parts, capturing = self._kept_parameters("build it again with from_plan"), bool(self._graphs)
+        parts, capturing = self._kept_parameters("build it again with from_plan"), bool(self.graphs)
         state = {name: held().data for name, held in self._lookups.items()}  # type: ignore[union-attr]
         assert state.keys() == parts.all.keys(), "a parameter is not in the table"
         fresh = DecodeStep.from_plan(self.plans, state, device=next(iter(state.values())).device, parameters=True,
                                      capture=False)
-        self._hold(fresh.executables, fresh._parameters_kept)
+        self._hold(fresh.buckets, fresh._parameters_kept)
         if capturing:
             self.capture()
 
-    def _hold(self, executables: Sequence[Executable], parameters: Parameters | None) -> None:
-        """Registers every tensor of ``executables`` and takes the table of their addresses."""
-        self.executables, self._parameters_kept = tuple(executables), parameters
-        self._graphs = []
+    def _hold(self, buckets: Buckets, parameters: Parameters | None) -> None:
+        """Registers every tensor of ``buckets`` and takes the table of their addresses."""
+        self.buckets, self._parameters_kept = buckets, parameters
         self._modules.clear()
         self._parameters.clear()
         entries = [entry for executable in self.executables for entry in self._register(executable)]
@@ -202,7 +201,8 @@ class DecodeStep(Tree):
         launches = users(plan)
         for rank in executable.ranks:
             tensors = {"arena": rank.arena}
-            tensors |= {name: rank.buffers[name] for name, b in plan.buffers.items() if b.kind != "arena"}
+            tensors |= {name: rank.tensors.get(name, rank.buffers[name])
+                        for name, buffer in plan.buffers.items() if buffer.kind != "arena"}
             owner = self.at([STORAGE, f"sequences{plan.spec.step.sequences}", f"rank{rank.index}"])
             for name, tensor in tensors.items():
                 if executable is not self.executables[0] and self._shares(rank.index, name, tensor):

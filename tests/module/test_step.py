@@ -150,7 +150,7 @@ def test_a_row_of_padding_gives_no_token(step: DecodeStep) -> None:
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ({"positions": torch.zeros(5, 1, dtype=torch.int32)}, "1 to 4 sequences"),
+    ({"positions": torch.zeros(5, 1, dtype=torch.int32)}, "5 sequences, the largest bucket has 4"),
     ({"positions": torch.zeros(2, 2, dtype=torch.int32)}, "1 to 1 rows"),
     ({"rows": torch.zeros(3, 1, dtype=torch.int32)}, r"rows|tokens: shape \(3, 1\)"),
     ({"slots": torch.tensor([0, 4], dtype=torch.int32)}, "allows -1 to 3"),
@@ -261,13 +261,22 @@ def test_a_parameter_written_behind_its_packed_weight_is_stale(step: DecodeStep)
 
 
 def test_a_moved_module_is_refused_until_bound_again(step: DecodeStep) -> None:
-    """``.double()`` moves every floating parameter on any machine, as ``.to()`` another device does."""
+    """What ``.to()`` another device does to every tensor, on any machine."""
     wanted = logits_of(step)
-    step.double()
-    with pytest.raises(AddressError, match="not where the launches use them"):
+    step._apply(torch.clone)
+    with pytest.raises(AddressError, match="not where the launches use them") as caught:
         step.step(**inputs_at([0], (0,)))
-    step.prepare()  # the values go back into the weights, the buffers had not moved
+    assert "... and" in str(caught.value)
+    step.rebind()
     assert_close(logits_of(step), wanted, **EXACT)
+
+
+def test_another_dtype_is_a_move_too(step: DecodeStep) -> None:
+    step.language_model.lm_head.double()
+    with pytest.raises(AddressError, match=r"1 tensor is not .*\n  language_model.lm_head.weight"):
+        step.step(**inputs_at([0], (0,)))
+    step.prepare()
+    step.step(**inputs_at([0], (0,)))
 
 
 def test_sleep_and_wake(step: DecodeStep) -> None:

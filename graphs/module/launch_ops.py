@@ -1,0 +1,248 @@
+"""A plan as operators of torch, one for each launch: what ``torch.export`` sees of a layer.
+
+A launch of one op is that op's operator (``ops.py``). A launch of a fused kernel becomes an operator named after the
+kernel and a hash of everything that it is (nodes, attributes, configuration, shapes), so that equal layers share one,
+its arguments are tensors only, and an exported program says what it needs: a process that registers the same plan can
+run it. On a GPU it is the kernel, on a CPU the reference of the nodes that it covers. Kernels of one rank only: a
+fused collective needs its group's mailboxes, which belong to a bound plan.
+
+``PLAIN`` ops are arithmetic that any runtime has; a program may spell them out instead (``plain=True``), which leaves
+only what is ours as operators: states, caches, routing and experts. Decides nothing else; the plan did.
+"""
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compiler.call import Call
+from ...compiler.compile import lower
+from ...compiler.errors import BindError
+from ...compiler.ir import Graph, Node
+from ...compiler.ops import OPS
+from ...compiler.plan import Launch, LaunchPlan
+from ..launch import entry_point
+from ..load import TORCH_DTYPES
+from .ops import NAMESPACE, arguments_of
+
+PLAIN = frozenset({"linear", "add", "residual_add", "rms_norm", "gated_rms_norm", "sigmoid_mul", "silu_and_mul",
+                   "situ_and_mul", "kda_gate", "mla_absorb_q", "mla_absorb_v", "experts_combine", "attn_res"})
+TRITON = "k3plan.ops_triton."
+DEFINE_TRITON = "k3plan.ops_triton.library:define"
+
+
+Bound = tuple[Callable[[], None], tuple[Tensor, ...]]  # a launch, and the results that it will write
+
+
+@dataclass(frozen=True)
+class FusedOp:
+    """A planned launch of a kernel. Names are those of the kernel's pattern."""
+
+    kernel: str
+    entry: str
+    config: Mapping[str, Any]
+    attrs: Mapping[str, Mapping[str, Any]]
+    arguments: tuple[str, ...]
+    values: Mapping[str, str]  # name -> value of the graph, arguments and exports
+    rest: tuple[str, ...]  # values
+    mutated: tuple[str, ...]  # arguments that the kernel updates in place
+    updated: Mapping[str, str]  # export -> the argument whose storage it is
+    results: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # export -> what is made anew
+    scratch: Mapping[str, tuple[tuple[int, ...], torch.dtype, bool]]
+    nodes: tuple[Node, ...] = field(repr=False)  # with the views that they read
+
+    @cached_property
+    def name(self) -> str:
+        """``triton_kda_decode_1a2b3c4d``."""
+        local = {value: f"v{i}" for i, value in enumerate(dict.fromkeys(
+            v for node in self.nodes for v in (*node.inputs, *node.outputs)))}
+        nodes = [(n.op, [local[v] for v in n.inputs], [local[v] for v in n.outputs], sorted(n.attrs.items()))
+                 for n in self.nodes]
+        names = sorted((name, local.get(value)) for name, value in self.values.items())
+        text = repr((self.entry, sorted(self.config.items()), nodes, names, [local[v] for v in self.rest],
+                     sorted(self.updated.items()), sorted(self.results.items())))
+        return f"{self.kernel.replace('.', '_')}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+    def empty_results(self, like: Tensor) -> dict[str, Tensor]:
+        return {name: like.new_empty(shape, dtype=dtype) for name, (shape, dtype) in self.results.items()}
+
+    def launch(self, inputs: Sequence[Tensor], rest: Sequence[Tensor] = ()) -> Bound:
+        """The bound kernel over ``inputs``, and the results that it will write."""
+        results = self.empty_results(inputs[0])
+        tensors = dict(zip(self.arguments, inputs, strict=True)) | results
+        tensors |= {export: tensors[argument] for export, argument in self.updated.items()}
+        scratch = {name: (torch.zeros if zeroed else torch.empty)(shape, dtype=dtype, device=inputs[0].device)
+                   for name, (shape, dtype, zeroed) in self.scratch.items()}
+        call = Call(tensors, tuple(rest), self.attrs, scratch, self.config)
+        return entry_point(self.entry)(call), tuple(results.values())
+
+    def reference(self, inputs: Sequence[Tensor], rest: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """The nodes in fp32, rounded where they leave."""
+        named = dict(zip(self.arguments, inputs, strict=True))
+        values = {self.values[name]: tensor for name, tensor in named.items()} | dict(zip(self.rest, rest, strict=True))
+        for node in self.nodes:
+            if node.outputs[0] not in values:
+                made = OPS[node.op].fn(*(values[n] for n in node.inputs), **node.attrs)
+                values.update(zip(node.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+        results = self.empty_results(inputs[0])
+        return tuple(out.copy_(values[self.values[name]]) for name, out in results.items())
+
+    @property
+    def prototype(self) -> inspect.Signature:
+        """The operator's arguments and results, as annotations that torch reads."""
+        kinds: dict[str, Any] = dict.fromkeys(self.arguments, Tensor)
+        if self.rest:
+            kinds["rest"] = Sequence[Tensor]
+        count = len(self.results)
+        returns: Any = (None, Tensor)[count] if count < 2 else tuple[(Tensor,) * count]  # type: ignore[misc]
+        keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return inspect.Signature([inspect.Parameter(n, keyword, annotation=k) for n, k in kinds.items()],
+                                 return_annotation=returns)
+
+
+def fused_op(plan: LaunchPlan, launch: Launch, graph: Graph) -> FusedOp:
+    """A kernel launch of ``plan`` as an operator's description. Raises BindError for a collective."""
+    choice = plan.choice(launch)
+    if any(OPS[op].kind == "comm" for op in choice.ops):
+        raise BindError(f"{launch.id}: kernel {choice.kernel} talks to other ranks, which an operator cannot\n"
+                        "  fix: export a plan with parallel.tp: 1, or run the bound step")
+    arguments = {name: value for name, value in launch.names.items() if value in launch.inputs}
+    exports = {name: value for name, value in launch.names.items() if value in launch.outputs}
+    storage = {plan.tensors[value].buffer: name for name, value in arguments.items()}
+    updated = {name: storage[plan.tensors[value].buffer] for name, value in exports.items()
+               if plan.tensors[value].buffer in storage}
+    results = {name: (plan.tensors[value].shape, TORCH_DTYPES[plan.tensors[value].dtype])
+               for name, value in exports.items() if name not in updated}
+    scratch = {name: (plan.tensors[t].shape, TORCH_DTYPES[plan.tensors[t].dtype], plan.buffers[t].kind == "zeroed")
+               for name, t in launch.scratch.items()}
+    nodes = _with_views(launch, graph)
+    # an updated state is an export only where somebody reads it, which nobody does in the step
+    in_place = {node.inputs[source] for node in nodes if OPS[node.op].kind != "view"
+                for source in OPS[node.op].alias.values()}
+    mutated = tuple(name for name, value in arguments.items() if value in in_place)
+    return FusedOp(choice.kernel, choice.entry, choice.config, choice.attrs, tuple(arguments), {**arguments, **exports},
+                   launch.rest, mutated, updated, results, scratch, nodes)
+
+
+def _with_views(launch: Launch, graph: Graph) -> tuple[Node, ...]:
+    """The nodes of a launch and the views between them, in graph order."""
+    wanted = set(launch.nodes)
+    for node in reversed(graph.nodes):
+        reads = any(node.outputs[0] in reader.inputs for reader in graph.nodes if reader.name in wanted)
+        if OPS[node.op].kind == "view" and reads and node.outputs[0] not in launch.inputs:
+            wanted.add(node.name)
+    return tuple(node for node in graph.nodes if node.name in wanted)
+
+
+def define(fused: FusedOp) -> Any:
+    """The operator of ``fused``, defined at its first use: a ``triton_op`` where the kernel is Triton's."""
+    if hasattr(getattr(torch.ops, NAMESPACE), fused.name):
+        return getattr(getattr(torch.ops, NAMESPACE), fused.name)
+    name, count = f"{NAMESPACE}::{fused.name}", len(fused.arguments)
+
+    def split(arguments: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        return arguments[:count], arguments[count] if fused.rest else ()
+
+    def returned(results: tuple[Tensor, ...]) -> Any:
+        return results[0] if len(results) == 1 else results or None
+
+    def shapes(*arguments: Any) -> Any:
+        return returned(tuple(fused.empty_results(arguments[0]).values()))
+
+    def reference(*arguments: Any) -> Any:
+        return returned(fused.reference(*split(arguments)))
+
+    def run(*arguments: Any) -> Any:
+        launch, results = fused.launch(*split(arguments))
+        launch()
+        return returned(results)
+
+    operator: Any
+    if fused.entry.startswith(TRITON):
+        define_triton: Any = entry_point(DEFINE_TRITON)
+        operator = define_triton(name, lambda *a: fused.launch(*split(a)), returned, fused.prototype, fused.mutated)
+    else:
+        run.__signature__ = fused.prototype  # type: ignore[attr-defined]
+        operator = torch.library.custom_op(name, run, mutates_args=fused.mutated)
+    operator.register_fake(shapes)
+    operator.register_kernel("cpu")(reference)
+    return getattr(getattr(torch.ops, NAMESPACE), fused.name)
+
+
+@dataclass(frozen=True)
+class Application:
+    """One launch in a program: its operator, the values that it reads and makes; ``plain`` has its meaning instead."""
+
+    operator: Any
+    inputs: tuple[str, ...]
+    outputs: Mapping[str, str | None]  # value -> the input value that it updates, None when it is made anew
+    op: str | None  # name of the op where it is only one
+    attrs: Mapping[str, Any]
+    fused: FusedOp | None = None
+
+
+def register(plan: LaunchPlan) -> tuple[Application, ...]:
+    """Defines the operators of ``plan`` and returns its launches as applications of them.
+
+    Raises BindError when the plan is one of several ranks.
+    """
+    if plan.spec.parallel.tp > 1:
+        raise BindError(f"a plan of {plan.spec.parallel.tp} ranks has no operators: its launches meet in one process\n"
+                        "  fix: export a plan with parallel.tp: 1, or run the bound step")
+    graph, _ = lower(plan.spec)
+    return tuple(_application(plan, launch, graph) for launch in plan.launches)
+
+
+def _application(plan: LaunchPlan, launch: Launch, graph: Graph) -> Application:
+    kind, _, op = plan.choice(launch).entry.partition(":")
+    if kind == "op":
+        alias, outputs = OPS[op].alias, {}
+        for index, name in enumerate(launch.results):
+            outputs[name] = launch.inputs[alias[index]] if index in alias else None
+        return Application(getattr(getattr(torch.ops, NAMESPACE), op), launch.inputs, outputs, op,
+                           plan.choice(launch).attrs["o0"])
+    fused = fused_op(plan, launch, graph)
+    made: dict[str, str | None] = {fused.values[export]: fused.values[a] for export, a in fused.updated.items()}
+    made |= dict.fromkeys(fused.values[name] for name in fused.results)
+    return Application(define(fused), (*(fused.values[a] for a in fused.arguments), *fused.rest), made, None, {}, fused)
+
+
+def run_program(plan: LaunchPlan, program: Sequence[Application], tensors: Mapping[str, Tensor], *,
+                plain: bool = False) -> dict[str, Tensor]:
+    """Applies ``program`` to weights, states, caches and step inputs by value name; returns the plan's outputs."""
+    views = {node.outputs[0]: node for node in lower(plan.spec)[0].nodes if OPS[node.op].kind == "view"}
+    values = dict(tensors)
+
+    def get(name: str) -> Tensor:
+        if name not in values:
+            values[name] = OPS["slice"].fn(get(views[name].inputs[0]), **views[name].attrs)
+        return values[name]
+
+    for step in program:
+        inputs = [get(name) for name in step.inputs]
+        made = _apply(plan, step, inputs, plain)
+        for name, source in step.outputs.items():
+            if source is not None:
+                values[name] = get(source)
+            else:
+                values[name] = made.pop(0)
+    return {name: values[value] for name, value in plan.outputs.items()}
+
+
+def _apply(plan: LaunchPlan, step: Application, inputs: list[Tensor], plain: bool) -> list[Tensor]:
+    if step.fused is not None:
+        count = len(step.fused.arguments)
+        results = step.operator(*inputs[:count], *([inputs[count:]] if step.fused.rest else []))
+    elif plain and step.op in PLAIN:
+        (name,) = step.outputs
+        results = OPS[step.op].fn(*inputs, **step.attrs).to(TORCH_DTYPES[plan.tensors[name].dtype])
+    else:
+        positional, keywords = arguments_of(str(step.op), inputs, step.attrs)
+        results = step.operator(*positional, **keywords)
+    return list(results) if isinstance(results, (tuple, list)) else [] if results is None else [results]
