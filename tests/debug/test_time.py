@@ -66,8 +66,10 @@ def test_kinds_sum_to_the_totals() -> None:
 def test_events_of_two_streams_go_to_their_functions() -> None:
     nodes = [Node(0, "kernel", "a"), Node(1, "kernel", "b", stream=1), Node(2, "kernel", "_Zlib"),
              Node(3, "kernel", "b")]
-    events = [("a", 10.0, 11.0), ("void lib<1>()", 11.5, 12.5), ("b", 12.0, 13.0), ("b", 14.0, 15.0)]
-    assert match(events, nodes) == [Span(0.0, 1.0), Span(2.0, 3.0), Span(1.5, 2.5), Span(4.0, 5.0)]
+    now = 1_800_000_000_000_000_001  # ns since 1970
+    events = [("a", now, now + 1000), ("void lib<1>()", now + 1500, now + 2500), ("b", now + 2000, now + 3000),
+              ("b", now + 4000, now + 5001)]
+    assert match(events, nodes) == [Span(0.0, 1.0), Span(2.0, 3.0), Span(1.5, 2.5), Span(4.0, 5.001)]
 
 
 def test_a_second_stream_in_the_plan() -> None:
