@@ -43,6 +43,17 @@ class CapturedStep:
         """Median us of a replay, by events."""
         return replay_us(self.graph, replays)
 
+    def queued_us(self, replays: int = 10) -> float:
+        """Us of a replay that the host has queued while the one before it ran: the launch itself is hidden."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.graph.replay()
+        start.record()
+        for _ in range(replays):
+            self.graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e3 / replays
+
     def host_us(self, replays: int = 20) -> float:
         """Median us that the host needs to start a replay; the GPU is idle before each, as in a decode loop."""
         times = []

@@ -105,8 +105,9 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Record:
-    """One captured step. ``replay_us`` is the GPU's time, ``host_us`` the time that the host needs to start a replay;
-    ``captured_bytes`` is device memory that the capture itself took."""
+    """One captured step. ``replay_us`` is from the start of a lone replay to its end, ``queued_us`` of a replay queued
+    behind another one, ``host_us`` what the host needs to start one; ``captured_bytes`` is device memory that the
+    capture itself took."""
 
     plan_key: str
     machine: Machine
@@ -117,6 +118,7 @@ class Record:
     pointers: tuple[Pointer, ...] = ()
     replay_us: float | None = None
     host_us: float | None = None
+    queued_us: float | None = None
     captured_bytes: int = 0
     capture_s: float = 0.0
     notes: tuple[str, ...] = ()
@@ -127,7 +129,7 @@ class Record:
         tables: dict[str, Sequence[Any]] = {name: getattr(self, name) for name in _TABLES}
         plain = {"version": self.version, "plan_key": self.plan_key, "machine": vars(self.machine),
                  "bucket": vars(self.bucket), "replay_us": self.replay_us, "host_us": self.host_us,
-                 "captured_bytes": self.captured_bytes, "capture_s": self.capture_s, "notes": self.notes,
+                 "queued_us": self.queued_us, "captured_bytes": self.captured_bytes, "capture_s": self.capture_s, "notes": self.notes,
                  "columns": {name: _columns(kind) for name, kind in _TABLES.items()}}
         body = [f'"{name}": {json.dumps(value)}' for name, value in plain.items()]
         for name, rows in tables.items():
@@ -150,7 +152,7 @@ class Record:
         rows: dict[str, Any] = {name: tuple(_row(kind, data["columns"][name], row) for row in data[name])
                                 for name, kind in _TABLES.items()}
         return cls(plan_key=data["plan_key"], machine=Machine(**data["machine"]), bucket=Bucket(**data["bucket"]),
-                   **rows, replay_us=data["replay_us"], host_us=data["host_us"],
+                   **rows, replay_us=data["replay_us"], host_us=data["host_us"], queued_us=data.get("queued_us"),
                    captured_bytes=data["captured_bytes"], capture_s=data["capture_s"], notes=tuple(data["notes"]))
 
     def save(self, path: str | Path) -> None:

@@ -42,9 +42,10 @@ def record_buckets(plans: Sequence[LaunchPlan], *, seed: int = 0, timed: bool = 
 def bucket_table(records: Sequence[Record]) -> str:
     """What each bucket cost and costs."""
     rows = [(str(r.bucket), str(len(r.launches)), str(len(r.nodes)), f"{r.capture_s:.2f}", size(r.captured_bytes),
-             "-" if r.replay_us is None else f"{r.replay_us / 1e3:.3f}",
+             *("-" if us is None else f"{us / 1e3:.3f}" for us in (r.replay_us, r.queued_us)),
              "-" if r.host_us is None else f"{r.host_us:.1f}") for r in records]
-    return table(("bucket", "launches", "nodes", "capture s", "taken", "replay ms", "host us"), rows, left=1)
+    head = ("bucket", "launches", "nodes", "capture s", "taken", "replay ms", "queued ms", "host us")
+    return table(head, rows, left=1)
 
 
 def _need_gpu() -> None:

@@ -36,6 +36,7 @@ def time_capture(step: CapturedStep, record: Record, replays: int = REPLAYS) -> 
 
     Raises RecordError when the profiler saw other nodes than the graph has.
     """
+    record = replace(record, queued_us=_rounded(step.queued_us()))
     replay_us, host_us = step.time_us(), step.host_us()
     return with_times(record, profile(step.graph, record.nodes, replays), replay_us, host_us)
 

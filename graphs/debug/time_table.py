@@ -73,6 +73,8 @@ def show_times(plan: LaunchPlan, record: Record, by: str = "kind") -> str:
     _check(record, by)
     sums, replay = totals(record), record.replay_us
     against = f", {sums['us'] / replay:.2f} of the replay without the profiler, {replay / 1e3:.3f} ms" if replay else ""
+    if record.queued_us:
+        against += f", {record.queued_us / 1e3:.3f} ms when queued"
     lines = [
         f"launches sum to {sums['us'] / 1e3:.3f} ms inside a profiled replay{against}",
         f"kernels ran {sums['busy_us'] / 1e3:.3f} ms in all, nothing ran for {sums['gap_us'] / 1e3:.3f} ms; byte floor "

@@ -15,7 +15,7 @@ from k3plan.graphs.debug.record import Record, load_record
 from k3plan.graphs.debug.session import bucket_table
 
 PLAN = small_plan()
-GOOD = replace(made_record(PLAN), replay_us=300.0, host_us=9.0, launches=tuple(
+GOOD = replace(made_record(PLAN), replay_us=300.0, queued_us=290.0, host_us=9.0, launches=tuple(
     replace(x, us=5.0, busy_us=4.0, gap_us=1.0) for x in made_record(PLAN).launches))
 
 
@@ -34,7 +34,7 @@ def graph(*args: object, code: int = 0) -> Result:
 def test_inspect_reads_the_plan_beside_the_capture(tmp_path: Path) -> None:
     text = graph("inspect", save(tmp_path, GOOD)).output
     assert f"{len(PLAN.launches)} planned, {len(PLAN.launches)} found" in text
-    assert "replay 0.300 ms, 9.0 us of the host" in text
+    assert "replay 0.300 ms, 0.290 ms when queued behind another, 9.0 us of the host" in text
 
 
 def test_inspect_fails_on_an_error_and_says_so_in_json(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_recording_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_table_of_buckets() -> None:
-    text = bucket_table([GOOD, replace(GOOD, replay_us=None, host_us=None)])
+    text = bucket_table([GOOD, replace(GOOD, replay_us=None, queued_us=None, host_us=None)])
     assert "0.300" in text
     assert text.splitlines()[-1].split()[-2:] == ["-", "-"]
 

@@ -26,8 +26,8 @@ RECORD = Record(
     edges=(Edge(0, 1), Edge(1, 2, "programmatic")),
     launches=(LaunchRecord("zero", (0,)),
               LaunchRecord("L0.attn.h", (1,), 4.1, 3.9, 0.2, 2.4, 28672, (Bound("attn_res", (7, 1, 1), 128),))),
-    pointers=(Pointer("x", 0x7F0000000000, 14336, "arena", (1,), (0,)),), replay_us=6.5, captured_bytes=2 << 20,
-    notes=("loopback",),
+    pointers=(Pointer("x", 0x7F0000000000, 14336, "arena", (1,), (0,)),), replay_us=6.5, queued_us=6.25,
+    captured_bytes=2 << 20, notes=("loopback",),
 )
 
 
