@@ -129,8 +129,8 @@ class Record:
         tables: dict[str, Sequence[Any]] = {name: getattr(self, name) for name in _TABLES}
         plain = {"version": self.version, "plan_key": self.plan_key, "machine": vars(self.machine),
                  "bucket": vars(self.bucket), "replay_us": self.replay_us, "host_us": self.host_us,
-                 "queued_us": self.queued_us, "captured_bytes": self.captured_bytes, "capture_s": self.capture_s, "notes": self.notes,
-                 "columns": {name: _columns(kind) for name, kind in _TABLES.items()}}
+                 "queued_us": self.queued_us, "captured_bytes": self.captured_bytes, "capture_s": self.capture_s,
+                 "notes": self.notes, "columns": {name: _columns(kind) for name, kind in _TABLES.items()}}
         body = [f'"{name}": {json.dumps(value)}' for name, value in plain.items()]
         for name, rows in tables.items():
             lines = ",\n".join(" " + json.dumps(astuple(row), separators=(",", ":")) for row in rows)
