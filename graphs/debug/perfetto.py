@@ -63,6 +63,7 @@ def _launch(plan: LaunchPlan, at: Slice) -> dict[str, Any]:
     args: dict[str, Any] = {
         "launch": launch.id, "ops": " + ".join(choice.ops), "bytes": choice.bytes, "moves": size(choice.bytes),
         "flops": choice.flops, "floor_us": round(at.floor_us, 4), "planned_us": at.planned_us,
+        **({"busy_us": at.busy_us, "idle_us": at.idle_us} if at.busy_us is not None else {}),
         "time": BASES[at.basis], "source": choice.source, "config": dict(choice.config),
         "starts": "with the launch before it" if launch.dependent else "after the launch before it",
         "why_not": why_not or "no other kernel of the menu computes this here"}

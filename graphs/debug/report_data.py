@@ -18,8 +18,8 @@ from .record import Record
 from .report_times import BASES, bytes_of, family, links, slices, spans, step_us
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "launches": ("id", "choice", "layer", "stage", "stream", "dependent", "start_us", "us", "planned_us", "basis",
-                 "nodes", "inputs", "outputs", "scratch", "graph_nodes"),
+    "launches": ("id", "choice", "layer", "stage", "stream", "dependent", "start_us", "us", "planned_us", "busy_us",
+                 "idle_us", "basis", "nodes", "inputs", "outputs", "scratch", "graph_nodes"),
     "tensors": ("name", "buffer", "dtype", "shape", "bytes"),
     "buffers": ("name", "kind", "bytes", "offset", "first", "last"),
     "links": ("source", "target", "kind"),
@@ -101,7 +101,8 @@ def _launches(plan: LaunchPlan, record: Record | None, placed: list[Any], string
         nodes = list(seen[launch.id].nodes) if launch.id in seen else []
         rows.append([
             strings(launch.id), launch.choice, launch.layer, strings(launch.stage), launch.stream,
-            int(launch.dependent), _round(at.start_us), _round(at.us), _round(at.planned_us), strings(at.basis),
+            int(launch.dependent), _round(at.start_us), _round(at.us), _round(at.planned_us), at.busy_us, at.idle_us,
+            strings(at.basis),
             strings.all(launch.nodes), strings.all(launch.inputs), strings.all(launch.outputs),
             strings.all(launch.scratch.values()), nodes])
     return rows
@@ -140,6 +141,7 @@ def _record(record: Record | None) -> dict[str, Any] | None:
         "notes": list(record.notes), "node_kinds": kinds, "nodes": len(record.nodes), "edges": len(record.edges),
         "timed": sum(launch.us is not None for launch in record.launches),
         "sum_us": _round(sum(launch.us or 0.0 for launch in record.launches)),
+        "busy_us": _round(sum(launch.busy_us or 0.0 for launch in record.launches)),
         "idle_us": _round(sum(launch.gap_us or 0.0 for launch in record.launches)),
     }
 

@@ -274,9 +274,9 @@ function drawFlows() {
     );
   const buttons = tabs.map(tab);
   const pick = spanPicker('Layer of the data flow', open);
-  const note = `A box is a launch with the ops that it computes. On the left what it loads from weights, caches and states;
-    on the right what it hands on, with shape and bytes, along a line to each reader. Bytes are the tensor’s; a launch may
-    read a part of it, such as the experts of its rows.`;
+  const note = `A box is a launch with the ops that it computes. On the left what it loads from weights, caches and
+    states; on the right what it hands on, with shape and bytes, along a line to each reader. Bytes are the tensor’s; a
+    launch may read a part of it, such as the experts of its rows.`;
   const kinds = el('div', { role: 'tablist', 'aria-label': 'Kind of layer', class: 'tools' }, buttons);
   at('flow').append(el('p', { class: 'soft small' }, note), el('div', { class: 'tools' }, kinds, pick), caption, box);
   listeners.push(l => {

@@ -137,8 +137,10 @@ function launchFacts(l) {
   const layers = [...new Set(alike.map(other => other.layer).filter(layer => layer !== null))];
   const others = (edges, end) =>
     edges.length ? edges.map((x, i) => [i ? ', ' : '', linkTo(x[end]), ` (${x.kind})`]) : 'nothing';
+  const ran = `${us(l.busy_us || 0)} µs, after ${us(l.idle_us || 0)} µs in which nothing ran`;
   const facts = {
     moves: `${size(c.bytes)}, ${count(c.flops)} operations`,
+    ...(l.busy_us === null ? {} : { ran }),
     starts: startOf(l),
     'waits for': others(l.into, 'source'),
     'let go': others(l.from, 'target'),

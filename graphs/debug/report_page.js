@@ -72,7 +72,7 @@ function captureFacts(r) {
 function stepBar(h) {
   const part = h.floor_us / h.step_us;
   const times = h.record
-    ? `launches ${time(h.record.sum_us)}, idle ${time(h.record.idle_us)}, the plan said ${time(h.planned_us)}`
+    ? `launches sum to ${time(h.record.sum_us)}, nothing ran for ${time(h.record.idle_us)}, planned ${time(h.planned_us)}`
     : `launches measured alone are ${share(h.measured_alone_us / h.planned_us)} of it`;
   const label = `the floor is ${share(part)} of the step`;
   return el(

@@ -120,7 +120,7 @@ function drawPointers(box) {
   const found = segments(pointers, Math.max(2 ** 21, whole / 200));
   const kinds = [...new Set(pointers.map(p => p.kind))];
   const note = `${plural(pointers.length, 'storage')} that the captured graph has baked in, in
-    ${plural(found.length, 'range')} of addresses; the empty ranges between them are left out. An address that moves makes
-    the graph read what is no longer there.`;
+    ${plural(found.length, 'range')} of addresses; the empty ranges between them are left out. An address that moves
+    makes the graph read what is no longer there.`;
   box.append(paragraph(note), pointerCanvas(found, kinds), pointerTable(kinds));
 }

@@ -85,9 +85,12 @@ function timelineNote() {
   const number = kind => (kinds.get(kind) || []).length;
   const edges = plural(number('programmatic'), 'programmatic edge');
   const where = head.record ? `in the captured graph, ${number('lost')} lost` : 'planned';
+  const share = `A measured launch reaches from the end of what ran before it to its own end; pale at its left nothing
+    ran, and the line above it is how long its kernel was on the GPU.`;
   return `${totalWord[0].toUpperCase()}${totalWord.slice(1)} times of ${plural(launches.length, 'launch')} on
     ${plural(streams.length, 'stream')}. A bar is a launch; the solid part inside it is its floor: its bytes at the
-    bandwidth of the device, or its operations at the matrix rate, and nothing else. ${edges} ${where}.`;
+    bandwidth of the device, or its operations at the matrix rate, and nothing else. ${anyGraph ? share : ''}
+    ${edges} ${where}.`;
 }
 
 function timelineLegend() {

@@ -83,7 +83,8 @@ function byKind() {
 function drawTime() {
   const holder = el('div');
   byKernel(holder);
-  const note = `All times in µs, ${totalWord}. Dark is the floor, light what is above it. A launch below its floor counts as at it.`;
+  const note = `All times in µs, ${totalWord}. Dark is the floor, light what is above it. A launch below its floor counts
+    as at it.`;
   at('time').append(el('p', { class: 'soft small' }, note), holder, el('h3', {}, 'By kind of layer'), byKind());
 }
 

@@ -102,10 +102,15 @@ function drawBar(pen, l, x, per) {
   const w = Math.max(0.5, l.us * per);
   const top = laneTop(l.stream);
   const inner = w > 5 ? 1 : 0;
+  // idle time before the launch is a part of its share, and stays pale
+  const idle = Math.min(w, (l.idle_us || 0) * per);
   pen.fillStyle = colour(l.choice.family);
-  pen.globalAlpha = 0.24;
+  pen.globalAlpha = 0.08;
   pen.fillRect(a, top, w - inner, BAR);
+  pen.globalAlpha = 0.24;
+  pen.fillRect(a + idle, top, w - inner - idle, BAR);
   pen.globalAlpha = 1;
+  if (l.busy_us !== null && w > 5) pen.fillRect(x(l.end_us - l.busy_us), top - 4, l.busy_us * per - inner, 2);
   pen.fillRect(a, top + BAR - 11, Math.min(w - inner, Math.max(l.floor_us * per, 0)), 11);
   if (w > 34) {
     const left = Math.max(a, 0) + 5;

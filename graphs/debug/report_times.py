@@ -30,7 +30,11 @@ FAMILIES = ("moe", "mla", "kda", "comm", "attn_res", "head", "linear", "norm")
 
 @dataclass(frozen=True)
 class Slice:
-    """One launch on its stream, in us from the start of the step. ``planned_us`` is what the plan said."""
+    """One launch on its stream, in us from the start of the step. ``planned_us`` is what the plan said.
+
+    Measured, ``us`` is the launch's share of the step: from the end of what ran before it to its own end. Its kernels
+    ran ``busy_us`` of it, or more where they began before that end; in the first ``idle_us`` nothing ran.
+    """
 
     index: int
     stream: int
@@ -39,6 +43,8 @@ class Slice:
     floor_us: float
     planned_us: float
     basis: str  # of BASES
+    busy_us: float | None = None
+    idle_us: float | None = None
 
     @property
     def end_us(self) -> float:
@@ -56,22 +62,28 @@ class Link:
 
 
 def slices(plan: LaunchPlan, record: Record | None = None) -> list[Slice]:
-    """The launches in plan order. A launch starts when its stream is free, what it reads from other streams is
-    written, and the idle time that the record saw before it is over."""
+    """The launches in plan order. Measured shares follow one another, as they add up to the step; planned launches
+    start when their stream is free and what they read from other streams is written."""
     device = load_device(plan.spec.gpu)
-    seen = {launch.id: launch for launch in record.launches} if record else {}
+    seen = {launch.id: launch for launch in record.launches if launch.us is not None} if record else {}
     producers = list(reads_from(plan))
     free: dict[int, float] = {}
     found: list[Slice] = []
     for index, launch in enumerate(plan.launches):
         choice, measured = plan.choice(launch), seen.get(launch.id)
-        us = measured.us if measured and measured.us is not None else choice.us
-        basis = GRAPH if measured and measured.us is not None else ALONE if choice.measured else MODEL
-        others = [found[i].end_us for i in producers[index] if plan.launches[i].stream != launch.stream]
-        idle = measured.gap_us if measured and measured.gap_us is not None else 0.0
-        start = max([free.get(launch.stream, 0.0), *others]) + max(0.0, idle)
-        found.append(Slice(index, launch.stream, start, us, floor_us(choice, device), choice.us, basis))
-        free[launch.stream] = start + us
+        floor = floor_us(choice, device)
+        if seen:
+            start = found[-1].end_us if found else 0.0
+        else:
+            others = [found[i].end_us for i in producers[index] if plan.launches[i].stream != launch.stream]
+            start = max([free.get(launch.stream, 0.0), *others])
+        if measured is not None and measured.us is not None:
+            found.append(Slice(index, launch.stream, start, measured.us, floor, choice.us, GRAPH, measured.busy_us,
+                               measured.gap_us))
+        else:
+            found.append(Slice(index, launch.stream, start, choice.us, floor, choice.us,
+                               ALONE if choice.measured else MODEL))
+        free[launch.stream] = found[-1].end_us
     return found
 
 

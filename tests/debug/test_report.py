@@ -42,13 +42,13 @@ def lost_edge(plan: LaunchPlan) -> int:
 def timed(plan: LaunchPlan) -> Record:
     """A record of ``plan`` with times of its own, idle time, a lost edge and pointers, none of them the plan's."""
     made = made_record(plan)
-    launches = tuple(replace(x, us=plan.choice(p).us + 0.5 + i / 100, gap_us=0.25)
+    launches = tuple(replace(x, us=plan.choice(p).us + 0.5 + i / 100, busy_us=plan.choice(p).us + 1, gap_us=0.25)
                      for i, (x, p) in enumerate(zip(made.launches, plan.launches, strict=True)))
     edges = tuple(Edge(e.source, e.target, "full") if e.target == lost_edge(plan) else e for e in made.edges)
     pointers = tuple(Pointer(name, (1 << 46) + i * (1 << 30), buffer.bytes, buffer.kind, (i % 7,), ())
                      for i, (name, buffer) in enumerate(plan.buffers.items()) if buffer.kind in ("weight", "state"))
     return replace(made, launches=launches, edges=edges, pointers=pointers, host_us=9.5,
-                   replay_us=sum((x.us or 0) + 0.25 for x in launches) + 3, notes=("loopback: no peers",))
+                   replay_us=sum(x.us or 0 for x in launches) + 3, notes=("loopback: no peers",))
 
 
 def findings_of(plan: LaunchPlan) -> list[Finding]:
@@ -99,6 +99,7 @@ def check_record_in_data(record: Record, data: dict[str, Any]) -> None:
         assert row["graph_nodes"] == list(launch.nodes)
         if launch.us is not None:
             assert (row["us"], row["basis"]) == (pytest.approx(launch.us, abs=1e-4), "graph")
+            assert (row["busy_us"], row["idle_us"]) == (launch.busy_us, launch.gap_us)
     assert [(n.kind, n.function, list(n.grid), list(n.block), n.shared_bytes) for n in record.nodes] == [
         tuple(row.values())[:5] for row in data["graph_nodes"]]
     assert [(p.name, p.address, p.bytes, p.kind, list(p.readers), list(p.writers)) for p in record.pointers] == [
@@ -190,7 +191,7 @@ def test_the_full_model_is_small_and_quick(example: str) -> None:
     check_record_in_data(record, data)
 
 
-def test_times_follow_streams_and_idle_time(plan: LaunchPlan) -> None:
+def test_times_follow_streams_and_measured_shares(plan: LaunchPlan) -> None:
     producers = next(i for i, launch in enumerate(plan.launches) if launch.id.endswith("attn.in_proj"))
     apart = on_streams(plan, producers)
     placed = slices(apart)
@@ -201,8 +202,8 @@ def test_times_follow_streams_and_idle_time(plan: LaunchPlan) -> None:
     assert {(x.source, x.target) for x in links(apart)} >= {(producers, reader), (producers - 1, producers + 1)}
     record = timed(plan)
     seen = slices(plan, record)
-    assert [b.start_us - a.end_us for a, b in pairwise(seen)] == pytest.approx(
-        [0.25] * (len(seen) - 1))
+    assert all(b.start_us == pytest.approx(a.end_us) for a, b in pairwise(seen))
+    assert {(x.basis, x.idle_us) for x in seen} == {("graph", 0.25)}
     assert step_us(seen, record) == record.replay_us
     assert step_us(seen) == pytest.approx(record.replay_us - 3)
 
