@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.utils import _pytree as pytree
 
 from .launching import KernelLaunch, LaunchSequence
 
@@ -18,7 +20,8 @@ def define(name: str, bind: Callable[..., tuple[Any, tuple[torch.Tensor, ...]]],
            mutates_args: Sequence[str]) -> Any:
     """The operator ``name``. ``bind`` takes its arguments and gives a launch and the tensors that it writes.
 
-    Where torch traces, the launch is recorded as a Triton kernel; it has no programmatic edges there.
+    Where torch.compile traces for a GPU, the operator becomes its Triton kernels, without programmatic edges; on a
+    CPU, where no kernel runs, and in an export it stays an operator.
     """
 
     def run(*arguments: Any) -> Any:
@@ -28,11 +31,20 @@ def define(name: str, bind: Callable[..., tuple[Any, tuple[torch.Tensor, ...]]],
         return returned(results)
 
     run.__signature__ = prototype  # type: ignore[attr-defined]
-    return torch.library.triton_op(name, run, mutates_args=mutates_args)
+    operator = torch.library.triton_op(name, run, mutates_args=mutates_args)
+    open_up = operator._torch_dispatch_fns[FunctionalTensorMode]
+
+    def trace(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if all(x.device.type == "cpu" for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)):
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        return open_up(mode, op, types, args, kwargs)
+
+    operator.register_torch_dispatch(FunctionalTensorMode, trace)
+    return operator
 
 
 def enqueue(launch: KernelLaunch) -> None:
     """``launch()``, in a form that torch can trace."""
-    kernel = torch.library.wrap_triton(launch.kernel)
+    kernel: Any = torch.library.wrap_triton(launch.kernel)
     kernel[launch.grid](**launch.pointers, **launch.constants, num_warps=launch.num_warps,
                         num_stages=launch.num_stages, **launch.options)
