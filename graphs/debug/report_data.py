@@ -102,8 +102,7 @@ def _launches(plan: LaunchPlan, record: Record | None, placed: list[Any], string
         rows.append([
             strings(launch.id), launch.choice, launch.layer, strings(launch.stage), launch.stream,
             int(launch.dependent), _round(at.start_us), _round(at.us), _round(at.planned_us), at.busy_us, at.idle_us,
-            strings(at.basis),
-            strings.all(launch.nodes), strings.all(launch.inputs), strings.all(launch.outputs),
+            strings(at.basis), strings.all(launch.nodes), strings.all(launch.inputs), strings.all(launch.outputs),
             strings.all(launch.scratch.values()), nodes])
     return rows
 
@@ -137,7 +136,8 @@ def _record(record: Record | None) -> dict[str, Any] | None:
         kinds[node.kind] = kinds.get(node.kind, 0) + 1
     return {
         "machine": asdict(record.machine), "bucket": str(record.bucket), "replay_us": record.replay_us,
-        "host_us": record.host_us, "captured_bytes": record.captured_bytes, "capture_s": record.capture_s,
+        "host_us": record.host_us, "queued_us": record.queued_us,
+        "captured_bytes": record.captured_bytes, "capture_s": record.capture_s,
         "notes": list(record.notes), "node_kinds": kinds, "nodes": len(record.nodes), "edges": len(record.edges),
         "timed": sum(launch.us is not None for launch in record.launches),
         "sum_us": _round(sum(launch.us or 0.0 for launch in record.launches)),

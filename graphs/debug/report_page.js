@@ -104,16 +104,17 @@ function drawHead() {
     el('div', { class: 'figure' }, el('b', {}, value, el('small', {}, unit)), el('span', {}, text, ' ', more));
   const ms = v => [(v / 1e3).toFixed(3), 'ms'];
   const ratio = (h.step_us / h.floor_us).toFixed(2);
-  const host = h.record ? h.record.host_us : null;
-  const measured = el('span', { class: 'pill measured' }, 'measured');
+  const { host_us: host = null, queued_us: queued = null } = h.record || {};
+  const measured = () => el('span', { class: 'pill measured' }, 'measured');
   at('figures').append(
-    figure(...ms(h.step_us), 'a step', headPill()),
+    figure(...ms(h.step_us), queued === null ? 'a step' : 'a step, replayed alone', headPill()),
+    queued === null ? '' : figure(...ms(queued), 'queued behind another', measured()),
     figure(...ms(h.floor_us), 'floor: bytes at bandwidth'),
     figure(...ms(h.step_us - h.floor_us), `above it: ${ratio} times the floor`),
     figure(h.launches, '', 'launches'),
     figure(...size(h.bytes).split(' '), 'moved a step'),
     figure(...size(h.held.weight || 0).split(' '), 'of weights a rank'),
-    host === null ? '' : figure(us(host), 'µs', 'host time a replay', measured),
+    host === null ? '' : figure(us(host), 'µs', 'host time a replay', measured()),
     stepBar(h),
   );
 }

@@ -47,7 +47,7 @@ def timed(plan: LaunchPlan) -> Record:
     edges = tuple(Edge(e.source, e.target, "full") if e.target == lost_edge(plan) else e for e in made.edges)
     pointers = tuple(Pointer(name, (1 << 46) + i * (1 << 30), buffer.bytes, buffer.kind, (i % 7,), ())
                      for i, (name, buffer) in enumerate(plan.buffers.items()) if buffer.kind in ("weight", "state"))
-    return replace(made, launches=launches, edges=edges, pointers=pointers, host_us=9.5,
+    return replace(made, launches=launches, edges=edges, pointers=pointers, host_us=9.5, queued_us=1234.0,
                    replay_us=sum(x.us or 0 for x in launches) + 3, notes=("loopback: no peers",))
 
 
@@ -105,7 +105,8 @@ def check_record_in_data(record: Record, data: dict[str, Any]) -> None:
     assert [(p.name, p.address, p.bytes, p.kind, list(p.readers), list(p.writers)) for p in record.pointers] == [
         tuple(row.values()) for row in data["pointers"]]
     found = data["head"]["record"]
-    assert (found["replay_us"], found["host_us"]) == (record.replay_us, record.host_us)
+    assert [found[n] for n in ("replay_us", "host_us", "queued_us", "captured_bytes", "capture_s")] == [
+        record.replay_us, record.host_us, record.queued_us, record.captured_bytes, record.capture_s]
     assert found["notes"] == list(record.notes)
     assert sum(found["node_kinds"].values()) == len(record.nodes)
 
@@ -256,6 +257,7 @@ def check_drawn(plan: LaunchPlan, record: Record, findings: Sequence[Finding], c
     """What a reader sees: the measured step, the chosen launch with its reasons, each kernel, each finding."""
     assert f"{(record.replay_us or 0) / 1e3:.3f}ms" in ids["figures"].replace(" ms", "ms")
     assert f"measured on {record.machine.name}" in ids["figures"]
+    assert "1.234msqueued behind another measured" in ids["figures"]
     launch = next(x for x in plan.launches if x.id == chosen)
     choice = plan.choice(launch)
     for part in (launch.id, choice.kernel, choice.entry, *choice.ops, *launch.inputs, *launch.outputs,
