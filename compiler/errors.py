@@ -83,3 +83,7 @@ class RankError(K3PlanError):
 
 class AddressError(K3PlanError):
     """A captured step would read memory that has moved, was released, or is older than the parameters."""
+
+
+class DebugError(K3PlanError):
+    """A command of the debugger was asked for something that it cannot do."""

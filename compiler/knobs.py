@@ -23,7 +23,9 @@ class Knob:
         return os.environ.get(self.name) or self.default
 
 
-KNOBS: tuple[Knob, ...] = ()
+LAUNCH_LOG = Knob("K3PLAN_LAUNCH_LOG", "", "file that names each launch before it starts and after it has ended; steps "
+                  "then run one launch at a time (k3plan graph crash sets it)")
+KNOBS: tuple[Knob, ...] = (LAUNCH_LOG,)
 
 
 # of the libraries that k3plan drives: NVLink multicast can take the GPUs of a shared host out of service

@@ -20,6 +20,7 @@ from ..compiler.memory import Tensor as Placed
 from ..compiler.ops import OPS
 from ..compiler.plan import Launch, LaunchPlan, PlanChoice
 from .launch import entry_point, links_of, make_call
+from .launch_log import logged
 from .load import TORCH_DTYPES, TensorSource, load_weights
 from .random_weights import RankRandom
 from .stock import bind_op
@@ -117,7 +118,7 @@ def bind(plan: LaunchPlan, source: TensorSource | RankRandom, *, device: str | t
     sequences = plan.spec.step.sequences if shared is None else shared.sequences
     executable = Executable(plan, tuple(ranks), tuple(steps), tuple(first), sequences)
     executable.poison()
-    return executable
+    return logged(executable)
 
 
 def mailbox_sizes(plan: LaunchPlan) -> dict[str, int]:

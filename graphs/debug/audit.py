@@ -97,7 +97,8 @@ def _classify(tripwire: Tripwire, broken: Break, own: Sequence[Event], error: Ba
               ) -> tuple[str, str, str, int | None]:
     """Code, place, words and launch number of a break."""
     others = [e for e in tripwire.trace.events if e.thread and e.kind == "wait"]
-    for event in reversed([e for e in own if not e.thread]):
+    tuned = [e for e in own if e.kind == "tune"]  # tuning waits as well
+    for event in tuned[:1] or reversed([e for e in own if not e.thread]):
         if event.kind == "wait":
             return "CG-001", event.where, f"{event.name}: {broken.text}", broken.launch
         if event.kind in CODE_OF_EVENT:
@@ -138,7 +139,8 @@ def observations(tripwire: Tripwire, origins: Mapping[str, Origin] | None) -> It
             yield tell("CG-013", "the launch left no node in the graph", launch=plan.launches[number])
     for number in dict.fromkeys(tripwire.collected):
         yield tell("CG-011", "the garbage collector ran during this launch", launch=plan.launches[number])
-    for event in {e.launch: e for e in tripwire.trace.events if e.kind in CODE_OF_EVENT and e.launch >= 0}.values():
+    made = [e for e in reversed(tripwire.trace.events) if e.kind in CODE_OF_EVENT and e.launch >= 0]
+    for event in {e.launch: e for e in made}.values():  # the first of each launch
         if tripwire.broken is None:
             yield tell(CODE_OF_EVENT[event.kind], f"{event.name}: {event.kind} inside the capture", where=event.where,
                        launch=plan.launches[event.launch])

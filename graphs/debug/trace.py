@@ -86,7 +86,8 @@ class Trace:
 def is_caller(file: str) -> bool:
     """Whether a line of ``file`` is worth naming: not torch's, Triton's, the standard library's or this folder's."""
     standard = file.startswith(STANDARD) and "-packages" not in file
-    return not (standard or file.startswith((TORCH, HERE, "<")) or "/triton/" in file)
+    ours = file.startswith(HERE) or file.endswith("ops_triton/watch.py")
+    return not (standard or ours or file.startswith((TORCH, "<")) or "/triton/" in file)
 
 
 def caller() -> str:

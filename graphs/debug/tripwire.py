@@ -85,9 +85,15 @@ class Tripwire:
 
     def _watched(self, launch: int, step: Callable[[], None]) -> None:
         if self.probe.status() == NOT_CAPTURING:
-            self.trace.launch = -1
             return step()
         self.trace.launch = launch
+        try:
+            self._run(launch, step)
+        finally:
+            self.trace.launch = -1
+        return None
+
+    def _run(self, launch: int, step: Callable[[], None]) -> None:
         before, made = self.probe.frontier(), _allocated()
         lines = _Lines(self.probe.status)
         try:
@@ -105,7 +111,6 @@ class Tripwire:
         own = torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else None
         if any(e.launch == launch and e.captured and e.stream != own for e in self.trace.events):
             self.side.append(launch)
-        return None
 
     def _break(self, launch: int, where: str, text: str) -> None:
         self.broken = self.broken or Break(launch, where, text)

@@ -1,0 +1,69 @@
+"""What a GPU core dump says: the kernel that faulted, its grid, the exception. Read with cuda-gdb where there is one.
+
+The dump is written by the driver (``crash`` asks for it); its format is NVIDIA's, so nothing here parses the file.
+"""
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+GDB = ("cuda-gdb", "/usr/local/cuda/bin/cuda-gdb")
+SECONDS = 120
+SETTINGS = {
+    "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
+    # no memory contents: a dump of a full device would be 140 GB
+    "CUDA_COREDUMP_GENERATION_FLAGS": "skip_global_memory,skip_shared_memory,skip_local_memory,skip_constbank_memory",
+    "CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kernel on the device when the dump was made. ``exception`` is empty for one that only runs."""
+
+    function: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    exception: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.function} on a grid of {self.grid}" + (f": {self.exception}" if self.exception else "")
+
+
+def read_core(path: Path, gdb: str | None = None) -> list[Fault]:
+    """Kernels in a core dump, the faulting one first. Empty without cuda-gdb."""
+    gdb = gdb or next((found for name in GDB if (found := shutil.which(name))), None)
+    if gdb is None:
+        return []
+    run = [gdb, "--batch", "-ex", f"target cudacore {path}", "-ex", "info cuda kernels"]
+    try:
+        done = subprocess.run(run, capture_output=True, text=True, timeout=SECONDS, errors="replace")
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return parse(done.stdout + done.stderr)
+
+
+def parse(text: str) -> list[Fault]:
+    """Faults from what cuda-gdb prints."""
+    named = re.search(r"CUDA Exception: (.+)", text) or re.search(r"CUDA_EXCEPTION_\d+, (.+)", text)
+    exception = named.group(1).strip().rstrip(".") if named else ""
+    at = re.search(r"([A-Za-z_]\w*)(?:\([^)]*\))?\s*<<<\((\d+),(\d+),(\d+)\),\((\d+),(\d+),(\d+)\)", text)
+    found = []
+    if at:
+        name, *numbers = at.groups()
+        found.append(Fault(name, _three(numbers[:3]), _three(numbers[3:]), exception))
+    row = r"^\s*\*?\s*\d+.*?\((\d+),(\d+),(\d+)\)\s+\((\d+),(\d+),(\d+)\)\s+([A-Za-z_]\w*)"
+    for match in re.finditer(row, text, re.M):
+        *numbers, name = match.groups()
+        fault = Fault(name, _three(numbers[:3]), _three(numbers[3:]), exception if not found else "")
+        if not any(f.function == fault.function and f.grid == fault.grid for f in found):
+            found.append(fault)
+    return found
+
+
+def _three(numbers: list[str]) -> tuple[int, int, int]:
+    x, y, z = map(int, numbers)
+    return x, y, z

@@ -1,0 +1,49 @@
+"""With K3PLAN_LAUNCH_LOG set, a bound step writes down each launch before it starts and after the device has done it.
+
+So that a file names the launch during which a process died or hung. Steps then run one launch at a time; inside of a
+capture nothing is written. Decides nothing about what runs.
+"""
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..compiler.knobs import LAUNCH_LOG
+
+if TYPE_CHECKING:
+    from .bind import Executable
+
+
+def logged(executable: Executable) -> Executable:
+    """``executable`` itself, or one whose launches are logged when the flag is set."""
+    path = LAUNCH_LOG.read()
+    if not path:
+        return executable
+    # kept open as long as the process lives; every line is written at once
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    plan = executable.plan
+    launches = [[x.id, x.layer, plan.choice(x).kernel, list(plan.choice(x).ops)] for x in plan.launches]
+    os.write(file, (json.dumps({"plan": plan.key, "pid": os.getpid(), "launches": launches}) + "\n").encode())
+    ends = [*executable.first[1:], len(executable.steps)]
+    steps = []
+    for number, (start, end) in enumerate(zip(executable.first, ends, strict=True)):
+        steps += [partial(_logged, file, plan.key, number, step) for step in executable.steps[start:end]]
+    return replace(executable, steps=tuple(steps))
+
+
+def _logged(file: int, plan: str, number: int, step: Callable[[], None]) -> None:
+    on_gpu = torch.cuda.is_initialized()
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        return step()
+    os.write(file, f'{{"plan": "{plan}", "start": {number}}}\n'.encode())
+    step()
+    if on_gpu:
+        torch.cuda.synchronize()
+    os.write(file, f'{{"plan": "{plan}", "end": {number}}}\n'.encode())
+    return None

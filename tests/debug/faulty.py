@@ -1,0 +1,80 @@
+"""A program that goes wrong in one launch of a bound step: ``python faulty.py HOW``. Run by the tests of ``crash``."""
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from broken import small_step, with_step
+
+from k3plan.graphs import bind
+from k3plan.graphs.launch_log import logged
+
+# logged below, once the launch is broken: a fault outside of the log would have no launch
+bind.logged = lambda executable: executable
+LAUNCH = "L0.attn.o_proj"
+
+
+def on_cpu(how: str) -> None:
+    def act() -> None:
+        if how == "hang":
+            time.sleep(1000)
+        elif how == "error":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        elif how == "host":
+            raise ValueError("nothing to do with the device")
+
+    logged(with_step(small_step(), LAUNCH, lambda step: lambda: (step(), act()))).run()
+
+
+def on_gpu(how: str) -> None:
+    import triton
+    import triton.language as tl
+
+    globals()["tl"] = tl
+
+    @triton.jit
+    def _write_far_away(address):
+        tl.store(address.to(tl.pointer_type(tl.float32)), 1.0)
+
+    @triton.jit
+    def _spin(flag):
+        while tl.load(flag, volatile=True) == 0:
+            pass
+
+    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def act() -> None:
+        if how.endswith("fault"):
+            _write_far_away[(3,)](0x7E0000000000)
+        else:
+            _spin[(2,)](flag)
+
+    step = logged(with_step(small_step(device="cuda"), LAUNCH, lambda own: lambda: (own(), act())))
+    if how.startswith("graph"):
+        # the capture runs no kernel, so that the fault happens in the replay
+        graph = torch.cuda.CUDAGraph()
+        small_step(device="cuda").run()
+        torch.cuda.synchronize()
+        flag.fill_(1)
+        if how == "graph hang":
+            act()
+        torch.cuda.synchronize()
+        flag.zero_()
+        with torch.cuda.graph(graph):
+            step.run()
+        graph.replay()
+    else:
+        step.run()
+    torch.cuda.synchronize()
+    print("done")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "cpu":
+        on_cpu(sys.argv[2])
+    else:
+        on_gpu(sys.argv[2])

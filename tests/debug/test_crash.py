@@ -1,0 +1,108 @@
+"""``crash``: the end of a command, explained. On a CPU the errors are printed and not real."""
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from broken import launch_index, small_step
+
+from k3plan.compiler.errors import DebugError
+from k3plan.graphs.debug.core_dump import Fault, parse
+from k3plan.graphs.debug.crash import Log, explain_end, health_finding, read_health, read_log, run_watched
+
+FAULTY = str(Path(__file__).with_name("faulty.py"))
+LAUNCH = "L0.attn.o_proj"
+
+# printed by cuda-gdb 13.0
+GDB_TEXT = """Opening GPU coredump: core.123
+[Current focus set to CUDA kernel 0, grid 9, block (2,0,0), thread (0,0,0), device 0, sm 4, warp 0, lane 0]
+CUDA Exception: Warp Illegal Address
+#0  0x00007f00d1 in _write_far_away<<<(3,1,1),(128,1,1)>>> ()
+  Kernel Parent Dev Grid Status   SMs Mask GridDim  BlockDim Invocation
+*      0      -   0    9 Active 0x00000010 (3,1,1) (128,1,1) _write_far_away()
+       1      -   0   10 Active 0x00000010 (64,1,1) (32,1,1) _attend()
+"""
+
+
+def run(how: str, tmp_path: Path, limit: float = 60.0):
+    return run_watched([sys.executable, FAULTY, "cpu", how], tmp_path, limit=limit)
+
+
+def test_a_command_that_ends_well(tmp_path: Path) -> None:
+    crash = run("well", tmp_path)
+    assert crash.status == 0, crash.output
+    assert crash.findings == ()
+    log = read_log(tmp_path / "launches.jsonl")
+    assert log.open == ()
+    assert len(next(iter(log.plans.values()))) == len(small_step().plan.launches)
+
+
+def test_a_fault_names_the_launch(tmp_path: Path) -> None:
+    crash = run("error", tmp_path)
+    assert [(f.code, f.launch, f.layer) for f in crash.findings] == [("CG-071", LAUNCH, 0)]
+    assert "700 cudaErrorIllegalAddress" in crash.findings[0].text
+    assert "linear" in (crash.findings[0].where or "")
+    assert "fix: " in str(crash)
+
+
+def test_a_hang_names_the_launch_and_the_line(tmp_path: Path) -> None:
+    crash = run("hang", tmp_path, limit=12.0)
+    assert crash.status is None
+    assert [(f.code, f.launch) for f in crash.findings] == [("CG-073", LAUNCH)]
+    assert "faulty.py" in crash.findings[0].text
+
+
+def test_an_error_of_the_host_is_none_of_cuda(tmp_path: Path) -> None:
+    crash = run("host", tmp_path)
+    assert [(f.code, f.launch) for f in crash.findings] == [("CG-074", None)]
+    assert "ValueError: nothing to do with the device" in crash.findings[0].text
+
+
+def test_no_command(tmp_path: Path) -> None:
+    with pytest.raises(DebugError, match="fix: "):
+        run_watched([], tmp_path)
+    with pytest.raises(DebugError, match="no such command"):
+        run_watched(["no-such-command-of-anyone"], tmp_path)
+
+
+def test_what_cuda_gdb_says() -> None:
+    assert parse(GDB_TEXT) == [
+        Fault("_write_far_away", (3, 1, 1), (128, 1, 1), "Warp Illegal Address"),
+        Fault("_attend", (64, 1, 1), (32, 1, 1)),
+    ]
+    assert parse("nothing") == []
+
+
+def test_a_hang_in_a_collective() -> None:
+    launches = [["embed", None, "triton.embed", ["embed"]], ["L0.sum", 0, "triton.all_reduce", ["all_reduce"]]]
+    log = Log({"p": launches}, (("p", 1),), ("p", 1))
+    found = explain_end(None, 30.0, [], [Fault("_exchange", (2, 8, 1), (128, 1, 1))], log)
+    assert [(f.code, f.launch, f.layer) for f in found] == [("CG-072", "L0.sum", 0)]
+    assert "_exchange on a grid of (2, 8, 1)" in found[0].text
+
+
+def test_the_first_error_counts() -> None:
+    output = ["RuntimeError: Triton Error [CUDA]: misaligned address",
+              "CUDA error: an illegal memory access was encountered"]
+    found = explain_end(1, 30.0, output, [], Log({}, (), None))
+    assert found[0].code == "CG-071"
+    assert "716" in found[0].text
+
+
+def test_32_health_words_name_rank_launch_and_epoch() -> None:
+    step = small_step()
+    at = launch_index(step, LAUNCH)
+    launches = list(step.plan.launches)
+    launches[at] = replace(launches[at], scratch={"stripe_health": "words"})
+    words = torch.zeros(8, dtype=torch.int32)
+    rank = replace(step.ranks[0], tensors={**step.ranks[0].tensors, "words": words})
+    step = replace(step, plan=replace(step.plan, launches=tuple(launches)), ranks=(rank,))
+    assert read_health(step) == []
+    words[:6] = torch.tensor([1 + 3, at, 41, 7, 12, 0b10100])
+    found = read_health(step)
+    assert [(f.code, f.launch) for f in found] == [("CG-072", LAUNCH)]
+    assert "rank 3 gave up waiting at epoch 41, block 7: 12 words from rank 2 and 4 never came" in found[0].text
+    assert health_finding(step.plan, torch.zeros(8, dtype=torch.int32)) is None
