@@ -31,7 +31,7 @@ def define(name: str, bind: Callable[..., tuple[Any, tuple[torch.Tensor, ...]]],
         return returned(results)
 
     run.__signature__ = prototype  # type: ignore[attr-defined]
-    operator = torch.library.triton_op(name, run, mutates_args=mutates_args)
+    operator: Any = torch.library.triton_op(name, run, mutates_args=mutates_args)
     open_up = operator._torch_dispatch_fns[FunctionalTensorMode]
 
     def trace(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:

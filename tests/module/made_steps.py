@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3plan.compiler.compile import compile_spec
+from k3plan.compiler.plan import LaunchPlan
 from k3plan.compiler.reading.source import load_spec
 from k3plan.compiler.spec import Spec
+from k3plan.face import kernels, tuning
 from k3plan.graphs.boxes import whole
 from k3plan.graphs.load import TensorSource
 
@@ -29,6 +32,12 @@ def spec_of(folder: Path, config: Path, *, gpu: str = "cpu", numerics: dict[str,
     path = folder / f"plan-{abs(hash(json.dumps(plan)))}.yaml"
     path.write_text(json.dumps(plan))
     return load_spec(path)
+
+
+def layer_plan(where: Path, folder: Path, layer: int, *, gpu: str = "cpu", **how: Any) -> LaunchPlan:
+    """The plan of one layer, with the kernels of every menu."""
+    spec = spec_of(where, folder, gpu=gpu, layers=[layer], source="hidden", outputs=["stream"], **how)
+    return compile_spec(spec, kernels(), tuning(gpu))
 
 
 def text_of(sequence: int, length: int, vocab: int = 512) -> list[int]:

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from made_steps import inputs_at, spec_of, tensors_of
+from made_steps import inputs_at, layer_plan, spec_of, tensors_of
 from torch import Tensor
 from torch.testing import assert_close
 
 from k3plan.compiler.compile import compile_spec
 from k3plan.compiler.errors import AddressError, BindError
 from k3plan.compiler.plan import LaunchPlan
-from k3plan.face import kernels, tuning
 from k3plan.graphs.checkpoint import Checkpoint
 from k3plan.graphs.module.launch_ops import PLAIN, register, run_program
 from k3plan.graphs.module.layer import DecodeLayer
@@ -25,11 +24,6 @@ LAYERS = range(4)
 ATTN_RES_BLOCK = 2
 BF16 = {"activation": "bf16", "kv_cache": "bf16"}
 EXACT = {"rtol": 0.0, "atol": 0.0}
-
-
-def layer_plan(where: Path, folder: Path, layer: int, *, gpu: str = "cpu", **how: Any) -> LaunchPlan:
-    spec = spec_of(where, folder, gpu=gpu, layers=[layer], source="hidden", outputs=["stream"], **how)
-    return compile_spec(spec, kernels(), tuning(gpu))
 
 
 @pytest.fixture
