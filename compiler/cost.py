@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from .device import Device
 from .kernel import Cost, Region
 from .ops import OPS
+from .schedule import can_start_early
 from .tuning import Tuning, shape_key
 
 # a kernel that reads less cold memory than this hides it in its boundary (H200: 1.2 us is 2 MB less the ramp)
@@ -58,20 +59,29 @@ def cost_model(device: Device, tuning: Tuning, ranks: int) -> Callable[[Region],
     def price(region: Region) -> Cost:
         counted, setting = traffic(region), tuning.setting(region)
         moved = counted.cold + counted.warm
+        edge, why = full_edge_us(device, region)
         if setting.measured is not None:
-            return Cost(setting.measured.us, moved, counted.flops, True, setting.measured.source)
+            return Cost(setting.measured.us + edge, moved, counted.flops, True, setting.measured.source + why)
         measured = device.measured.get((region.kernel.id, shape_key(region)))
         if measured is not None:
-            return Cost(measured[0], moved, counted.flops, True, measured[1])
+            return Cost(measured[0] + edge, moved, counted.flops, True, measured[1] + why)
         us, source = model_us(device, region, ranks), f"model of {device.name}: {_terms(device, region)}"
         if setting.near is not None and setting.near.model_us:
             factor = max(1.0, setting.near.us / setting.near.model_us)
             us, source = us * factor, f"{source}, x {factor:.2f} as at the nearest measured shape"
         # the library's products are in the device table
         timed = setting.near is not None or region.kernel.entry.startswith("op:")
-        return Cost(us, moved, counted.flops, False, source, timed)
+        return Cost(us + edge, moved, counted.flops, False, source + why, timed)
 
     return price
+
+
+def full_edge_us(device: Device, region: Region) -> tuple[float, str]:
+    """What a torch op costs the launch behind it, which cannot start early (``schedule.py``), and the words for it."""
+    if not region.kernel.entry.startswith("op:") or not can_start_early(device.arch):
+        return 0.0, ""
+    us = device["boundary_us"] - device["dependent_boundary_us"]
+    return us, f", and {us:.2f} for the full edge behind a torch op"
 
 
 def model_us(device: Device, region: Region, ranks: int) -> float:

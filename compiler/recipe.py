@@ -33,6 +33,13 @@ class StackLeaf:
 
 
 @dataclass(frozen=True, slots=True)
+class Zeros:
+    """Rows that no checkpoint has: padding to a width that kernels like."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Cat:
     """Parts joined along ``dim``."""
 
@@ -75,13 +82,13 @@ class Shard:
     part: Recipe
 
 
-Recipe = Union[Leaf, StackLeaf, Cat, Slice, Reshape, Mul, Shard]
+Recipe = Union[Leaf, StackLeaf, Zeros, Cat, Slice, Reshape, Mul, Shard]
 
 
 def shape_of(recipe: Recipe) -> tuple[int, ...]:
     """Shape of the evaluated recipe on one rank."""
     match recipe:
-        case Leaf():
+        case Leaf() | Zeros():
             return recipe.shape
         case StackLeaf():
             return (recipe.count, *recipe.item_shape)
@@ -127,6 +134,8 @@ def to_json(recipe: Recipe) -> Any:
             return ["tensor", list(names), list(shape), dtype]
         case StackLeaf(names, count, item_shape, dtype):
             return ["stack", list(names), count, list(item_shape), dtype]
+        case Zeros(shape):
+            return ["zeros", list(shape)]
         case Cat(dim, parts):
             return ["cat", dim, [to_json(p) for p in parts]]
         case Slice(dim, start, stop, part):
@@ -148,6 +157,8 @@ def from_json(data: Any) -> Recipe:
             return Leaf(tuple(rest[0]), tuple(rest[1]), rest[2])
         case "stack":
             return StackLeaf(tuple(rest[0]), rest[1], tuple(rest[2]), rest[3])
+        case "zeros":
+            return Zeros(tuple(rest[0]))
         case "cat":
             return Cat(rest[0], tuple(from_json(p) for p in rest[1]))
         case "slice":

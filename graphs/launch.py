@@ -13,9 +13,11 @@ import torch
 
 from ..compiler.arguments import Arguments, arguments_of
 from ..compiler.call import Call, Launch, Scratch
+from ..compiler.errors import BindError
 from ..compiler.kernel import Region
 from ..compiler.ops import OPS
 from .load import TORCH_DTYPES
+from .stock import bind_op
 from .transport import Loopback, Transport
 
 
@@ -55,6 +57,9 @@ def bind_region(region: Region, tensors: Mapping[str, torch.Tensor], config: Map
     one rank alone (loopback).
     """
     config = default_config(region) if config is None else config
+    kind, _, op = region.kernel.entry.partition(":")
+    if kind == "op":
+        return _bind_library_call(region, op, tensors)
     if scratch is None:
         device = next(iter(tensors.values())).device
         scratch = {name: allocate(wanted, device) for name, wanted in scratch_of(region, config).items()}
@@ -63,6 +68,14 @@ def bind_region(region: Region, tensors: Mapping[str, torch.Tensor], config: Map
     if any(OPS[node.op].kind == "comm" for node in region.nodes):
         return entry_point(region.kernel.entry)([call], links_of([call], Loopback()))
     return entry_point(region.kernel.entry)(call)
+
+
+def _bind_library_call(region: Region, op: str, tensors: Mapping[str, torch.Tensor]) -> Launch:
+    (node,) = region.nodes
+    launch = bind_op(op, [tensors[n] for n in node.inputs], [tensors[n] for n in node.outputs], node.attrs)
+    if launch is None:
+        raise BindError(f"{node.name}: no library call computes {op} on these tensors\n  fix: use a kernel of a menu")
+    return launch
 
 
 def links_of(calls: list[Call], transport: Transport) -> list[Any]:

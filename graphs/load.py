@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..compiler.errors import BindError, CheckpointError, GraphError
-from ..compiler.recipe import Cat, Leaf, Mul, Recipe, Reshape, Shard, Slice, StackLeaf, leaves, shape_of
+from ..compiler.recipe import Cat, Leaf, Mul, Recipe, Reshape, Shard, Slice, StackLeaf, Zeros, leaves, shape_of
 from .boxes import Box, reshaped, shifted, sizes, whole
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -168,6 +168,8 @@ class _Filler:
             case StackLeaf(names, _, shape, dtype):
                 for row, e in enumerate(range(*box[0])):
                     self._read(out[row], _item_names(names, e), shape, dtype, box[1:])
+            case Zeros():
+                out.zero_()
             case Cat(dim, parts):
                 self._fill_cat(out, dim, parts, box)
             case Slice(dim, start, _, part):

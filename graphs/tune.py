@@ -20,6 +20,7 @@ from ..compiler.cost import model_us
 from ..compiler.covering.match import find_regions
 from ..compiler.device import load_device
 from ..compiler.kernel import KernelDef, Menu, Region
+from ..compiler.menu import op_kernels
 from ..compiler.passes.shard import OPTIONAL
 from ..compiler.spec import Spec
 from ..compiler.tuning import Tuned, shape_key
@@ -41,8 +42,9 @@ class Job:
 
 
 def jobs(spec: Spec, kernels: Iterable[KernelDef], rows: Sequence[tuple[int, int]] = ROWS) -> list[Job]:
-    """Every kernel of ``kernels`` at every different shape of ``spec``, for each number of rows."""
-    menu, device = Menu(kernels), load_device(spec.gpu)
+    """Every kernel of ``kernels``, and the library's product, at every different shape of ``spec`` and of ``rows``."""
+    library = [kernel for kernel in op_kernels() if kernel.entry == "op:linear"]
+    menu, device = Menu([*kernels, *library]), load_device(spec.gpu)
     found: dict[tuple[str, str], Job] = {}
     for sequences, query in rows:
         sized = replace(spec, step=replace(spec.step, sequences=sequences, query=query))

@@ -40,9 +40,12 @@ class Workload:
     time_one: Callable[..., Any] = time_region
 
     def jobs(self) -> list[Job]:
-        """Jobs of the kernels whose id contains ``only``, each with at most ``most_configs`` candidates."""
-        found = jobs(self.spec, [k for k in self.load_kernels() if self.only in k.id], self.rows)
-        return [replace(job, configs=job.configs[: self.most_configs]) for job in found]
+        """Jobs of the kernels whose id contains one of ``only`` (parts between commas), each with at most ``most_configs`` candidates."""
+        wanted = [job for job in jobs(self.spec, self.load_kernels(), self.rows) if self._wants(job.region.kernel.id)]
+        return [replace(job, configs=job.configs[: self.most_configs]) for job in wanted]
+
+    def _wants(self, kernel: str) -> bool:
+        return any(part in kernel for part in self.only.split(","))
 
 
 def tune(work: Workload, *, seconds: float = float("inf"), say: Callable[[str], None] = print) -> Iterator[Outcome]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from k3plan.compiler.errors import BindError, CheckpointError, GraphError
-from k3plan.compiler.recipe import Cat, Leaf, Mul, Recipe, Reshape, Shard, Slice, StackLeaf, shape_of
+from k3plan.compiler.recipe import Cat, Leaf, Mul, Recipe, Reshape, Shard, Slice, StackLeaf, Zeros, shape_of
 from k3plan.graphs.boxes import Box, cover, reshaped, sizes, span
 from k3plan.graphs.load import StateDictSource, Weight, load_state_dict_weights, load_weights
 from k3plan.graphs.random_weights import RandomSource
@@ -36,6 +36,8 @@ def whole(recipe: Recipe, tensors: dict[str, Tensor], rank: int) -> Tensor:
             return tensors[names[0]]
         case StackLeaf(names, count):
             return torch.stack([tensors[names[0].replace("{e}", str(e))] for e in range(count)])
+        case Zeros(shape):
+            return torch.zeros(shape)
         case Cat(dim, parts):
             return torch.cat([whole(p, tensors, rank) for p in parts], dim)
         case Slice(dim, start, stop, part):
@@ -74,7 +76,7 @@ def recipes(draw: st.DrawFn, shape: tuple[int, ...] | None = None, depth: int = 
     if shape is None:
         shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3).map(tuple))
     name = f"t{draw(st.integers(0, 3))}-{shape}"  # few numbers, so that a tensor may be read twice
-    kinds = ["leaf", "stack"] + ["cat", "slice", "reshape", "shard", "mul"] * (depth > 0)
+    kinds = ["leaf", "stack", "zeros"] + ["cat", "slice", "reshape", "shard", "mul"] * (depth > 0)
     kind, dim = draw(st.sampled_from(kinds)), draw(st.integers(0, len(shape) - 1))
 
     def resized(n: int) -> tuple[int, ...]:
@@ -83,6 +85,8 @@ def recipes(draw: st.DrawFn, shape: tuple[int, ...] | None = None, depth: int = 
     match kind:
         case "stack" if len(shape) > 1:
             return StackLeaf((name + ".{e}",), shape[0], shape[1:], "fp32")
+        case "zeros":
+            return Zeros(shape)
         case "cat" if shape[dim] > 1:
             at = draw(st.integers(1, shape[dim] - 1))
             return Cat(dim, tuple(draw(recipes(resized(n), depth - 1)) for n in (at, shape[dim] - at)))

@@ -77,7 +77,7 @@ def test_the_shipped_table_fits_the_shipped_kernels() -> None:
 
 def test_tables_are_made_of_outcomes_and_merged(tmp_path: Path) -> None:
     spec = load_spec(K3, ("model.layers=[0]",))
-    (job,) = jobs(spec, [tune_fakes.NORM], ((1, 1),))
+    job = next(job for job in jobs(spec, [tune_fakes.NORM], ((1, 1),)) if job.region.kernel is tune_fakes.NORM)
     outcome = time_job(job, tune_fakes.refuse_four_warps)
     assert "1 of 3 failed" in describe(outcome)
     text = table([outcome], "a GPU")
@@ -91,7 +91,7 @@ def test_tables_are_made_of_outcomes_and_merged(tmp_path: Path) -> None:
 
 def test_a_kernel_that_faults_loses_its_shape_and_no_other() -> None:
     spec = load_spec(K3, ("model.layers=[0]",))
-    work = Workload(spec, ((1, 1), (1, 2), (1, 3)), "", tune_fakes.load_kernels, 3, tune_fakes.fault_at_two_rows)
+    work = Workload(spec, ((1, 1), (1, 2), (1, 3)), "test.", tune_fakes.load_kernels, 3, tune_fakes.fault_at_two_rows)
     said: list[str] = []
     outcomes = {outcome.job.key: outcome for outcome in tune(work, say=said.append)}
     assert {key: outcome.best is not None for key, outcome in outcomes.items()} == {
