@@ -50,14 +50,19 @@ class DecodeStep(Tree):
 
         ``parameters`` False keeps only what the kernels read: then ``load_state_dict`` has nothing to load into, and
         ``reload`` reads another checkpoint. The default is True where this process has the whole model. ``capture``
-        makes the CUDA graphs now; the default is True on a GPU.
+        makes the CUDA graphs now; the default is True on a GPU. With a ``transport`` of ``graphs/distributed`` this
+        process has its own rank, on its group's device, and every rank calls the same with the same plans.
 
         Raises BindError (plans that are not of one model, a device that cannot run them), CheckpointError.
         """
         plans = [plan] if isinstance(plan, LaunchPlan) else list(plan)
         _check_one_model(plans)
         source = StateDictSource(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
-        buckets = bind_buckets(plans, source, device=device, transport=transport)
+        group = getattr(transport, "group", None)
+        if group is None:
+            buckets = bind_buckets(plans, source, device=device, transport=transport)
+        else:
+            buckets = _bind_in_group(plans, source, group, transport)
         first = buckets.executables[0]
         whole = len(first.ranks) == plans[0].spec.parallel.tp
         if parameters and not whole:
@@ -92,6 +97,11 @@ class DecodeStep(Tree):
     def graphs(self) -> tuple[CapturedStep, ...]:
         """The captured step of each plan; empty where steps run launch by launch."""
         return self.buckets.steps
+
+    @property
+    def addresses(self) -> Table:
+        """Where every tensor was when it was bound, for the debugger."""
+        return self._table
 
     def capture(self) -> None:
         """One CUDA graph for each plan, largest first, over one memory pool. Leaves states and caches as they are."""
@@ -236,6 +246,16 @@ class DecodeStep(Tree):
 
     def _touch(self) -> None:
         self.__dict__["_verified"] = False
+
+
+def _bind_in_group(plans: Sequence[LaunchPlan], source: TensorSource, group: Any, transport: Any) -> Buckets:
+    """This process's rank of each plan, after all ranks have agreed."""
+    from ..distributed.rank import bind_rank
+
+    bound: list[Executable] = []
+    for plan in sorted(plans, key=lambda p: -p.spec.step.sequences):
+        bound.append(bind_rank(plan, source, group, transport, shared=bound[0] if bound else None))
+    return Buckets(tuple(bound), (), ())
 
 
 def _prepare_after_load(module: DecodeStep, _: Any) -> None:
