@@ -11,9 +11,11 @@ from torch.testing import assert_close
 
 from k3plan.compiler.compile import compile_spec
 from k3plan.compiler.errors import AddressError, BindError, CheckpointError
-from k3plan.compiler.plan import LaunchPlan
+from k3plan.compiler.plan import LaunchPlan, load_plan
 from k3plan.graphs.bind import bind
 from k3plan.graphs.checkpoint import Checkpoint
+from k3plan.graphs.distributed.group import Group
+from k3plan.graphs.distributed.library import Library
 from k3plan.graphs.module.step import DecodeStep
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
@@ -186,6 +188,31 @@ def test_emulated_ranks(folder: Path, checkpoint: Checkpoint, other: Checkpoint,
     assert_close(logits_of(split), logits_of(step), rtol=1e-4, atol=1e-4)
     with pytest.raises(BindError, match="parameters=False"):
         DecodeStep.from_plan(compile_spec(spec), checkpoint, transport="loopback", parameters=True)
+
+
+def test_one_process_a_rank(folder: Path, step: DecodeStep, tmp_path: Path) -> None:
+    """Two processes over torch.distributed, each with its own rank of two plans."""
+    for count in (4, 1):
+        compile_spec(spec_of(tmp_path, folder, sequences=count, tp=2)).save(tmp_path / f"{count}.json")
+    torch.multiprocessing.spawn(_one_rank, args=(str(tmp_path), str(folder)), nprocs=2)
+    wanted = logits_of(step)
+    for rank in range(2):
+        assert_close(torch.load(tmp_path / f"rank{rank}.pt"), wanted, rtol=1e-4, atol=1e-4)
+
+
+def _one_rank(rank: int, where: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{where}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    group = Group(rank, 2, torch.device("cpu"), torch.distributed.PrefixStore("k3plan", store))
+    plans = [load_plan(f"{where}/{count}.json") for count in (4, 1)]
+    step = DecodeStep.from_plan(plans, Checkpoint(folder), transport=Library(group))
+    assert not list(step.parameters())
+    assert [r.index for e in step.executables for r in e.ranks] == [rank, rank]
+    torch.save(logits_of(step), f"{where}/rank{rank}.pt")
+    with pytest.raises(BindError, match="parameters=False"):
+        DecodeStep.from_plan(plans, Checkpoint(folder), transport=Library(group), parameters=True)
+    torch.distributed.destroy_process_group()
 
 
 # loads and moves
