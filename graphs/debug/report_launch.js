@@ -137,7 +137,7 @@ function launchFacts(l) {
   const layers = [...new Set(alike.map(other => other.layer).filter(layer => layer !== null))];
   const others = (edges, end) =>
     edges.length ? edges.map((x, i) => [i ? ', ' : '', linkTo(x[end]), ` (${x.kind})`]) : 'nothing';
-  const ran = `${us(l.busy_us || 0)} µs, after ${us(l.idle_us || 0)} µs in which nothing ran`;
+  const ran = `${us(l.busy_us || 0)} µs with its waits, after ${us(l.idle_us || 0)} µs in which nothing ran`;
   const facts = {
     moves: `${size(c.bytes)}, ${count(c.flops)} operations`,
     ...(l.busy_us === null ? {} : { ran }),

@@ -71,9 +71,12 @@ function captureFacts(r) {
 
 function stepBar(h) {
   const part = h.floor_us / h.step_us;
+  const alone = h.measured_alone_us
+    ? `launches measured alone are ${share(h.measured_alone_us / h.planned_us)} of it`
+    : 'no launch was measured';
   const times = h.record
     ? `launches sum to ${time(h.record.sum_us)}, nothing ran for ${time(h.record.idle_us)}, planned ${time(h.planned_us)}`
-    : `launches measured alone are ${share(h.measured_alone_us / h.planned_us)} of it`;
+    : alone;
   const label = `the floor is ${share(part)} of the step`;
   return el(
     'div',

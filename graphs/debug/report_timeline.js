@@ -5,7 +5,7 @@ const AXIS = 20;
 const BAND = 22;
 const BAR = 46;
 const HANG = 30;
-const LABEL = 15;
+const LABEL = 20;
 const streams = [...new Set(launches.map(l => l.stream))].sort((a, b) => a - b);
 const spanOf = span => [
   launches[span.first].start_us,
@@ -161,7 +161,7 @@ function drawDetail(pen, width) {
   if (streams.length > 1)
     for (const s of streams) {
       pen.fillStyle = colour('soft');
-      pen.fillText(`stream ${s}`, 2, laneTop(s) - 7);
+      pen.fillText(`stream ${s}`, 2, laneTop(s) - 13);
     }
   const visible = launches.filter(l => l.end_us >= view.from && l.start_us <= view.to);
   for (const l of visible) drawBar(pen, l, x, per);
