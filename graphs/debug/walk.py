@@ -164,7 +164,7 @@ def launch_records(executable: Executable, owner: Mapping[int, int]) -> tuple[La
     return tuple(records)
 
 
-def bound_kernels(step: Callable[[], None]) -> Iterator[Bound]:
+def bound_kernels(step: Any) -> Iterator[Bound]:
     """The kernels that a bound launch says it starts; none where it is a function of torch."""
     if hasattr(step, "launches"):
         for one in step.launches:
