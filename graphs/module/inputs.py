@@ -65,4 +65,4 @@ def _write(executable: Executable, name: str, tensor: Tensor | None, live: Seque
         if live_part is None or live_part.numel() < whole.numel():
             whole.fill_(empty)
         if live_part is not None and tensor is not None:
-            live_part.copy_(tensor, non_blocking=True)
+            live_part.copy_(tensor)

@@ -34,10 +34,10 @@ def spec_of(folder: Path, config: Path, *, gpu: str = "cpu", numerics: dict[str,
     return load_spec(path)
 
 
-def layer_plan(where: Path, folder: Path, layer: int, *, gpu: str = "cpu", **how: Any) -> LaunchPlan:
-    """The plan of one layer, with the kernels of every menu."""
+def layer_plan(where: Path, folder: Path, layer: int, *, gpu: str = "cpu", only: str = "", **how: Any) -> LaunchPlan:
+    """The plan of one layer, with the kernels of every menu whose id begins with ``only``."""
     spec = spec_of(where, folder, gpu=gpu, layers=[layer], source="hidden", outputs=["stream"], **how)
-    return compile_spec(spec, kernels(), tuning(gpu))
+    return compile_spec(spec, [k for k in kernels() if k.id.startswith(only)], tuning(gpu))
 
 
 def text_of(sequence: int, length: int, vocab: int = 512) -> list[int]:
