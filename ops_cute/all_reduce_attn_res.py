@@ -1,0 +1,306 @@
+"""Sum over ranks, residual add, attention residuals and norm in one launch; a cluster for each row.
+
+Contract: see ``all_reduce_attn_res_menu.py`` for the patterns. ``x`` bf16 [T, D] is this rank's part of a sum over
+ranks; ``y = bf16(sum)``, ``p = bf16(prefix + y)`` (``p = y`` where a block of layers begins); with the finished blocks
+bf16 [T, D] (``rest``, oldest first) and ``score`` fp32 [D]: ``s_j = (v_j . score) rsqrt(mean v_j^2 + eps)``, softmax
+over blocks and p, mix, ``h = mix rsqrt(mean mix^2 + out_eps) weight``. ``p`` and ``h`` may be the storage of
+``prefix``. All ranks add in the order of the ranks and so have the same bits.
+
+Layout: a row is a cluster of ``cluster`` blocks; a thread has 8 columns, one fragment of 16 bytes. What a row needs to
+know of its sources are their products with each other and with ``score``. Those of the blocks alone are made while
+the parts of the other ranks travel; after the wait only the products with p are new. Sums go over the lanes of a
+warp, then each warp stores its sums in every block of the cluster; a barrier there counts the bytes (a cluster barrier
+would have to wait for the stores to the other ranks as well). The norm of the mix follows from the products, so that
+there is one exchange and not two.
+
+Waits: (0) "parts of a row" of each rank, after this rank has published its own. A block waits for no other block of its
+launch but those of its cluster, which the hardware starts together; every block publishes before it waits; so a launch
+ends once every rank has begun its own. The launch for all ranks of one process needs all blocks resident at once
+(``bind`` checks it); where they do not fit, publishing and collecting are two launches.
+Epochs: one for each block, as ``mailbox.py`` says. Weights are loaded before the wait for the producers.
+The last act is a cluster barrier: no block leaves while another may still write to it.
+Numerics: bf16 parts, fp32 sums in the order of the ranks, one rounding each of y, p and h; products and softmax fp32,
+exp and rsqrt by the hardware's approximations (2 ulp).
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..compiler.call import Call, Launch, Link
+from .launching import KernelLaunch, LaunchSequence, await_producers, row_stride, start_dependents
+from .mailbox import (
+    Addresses,
+    Mailbox,
+    addresses,
+    columns_of,
+    fits_at_once,
+    fma,
+    hold_back,
+    rounded,
+    row_bytes,
+    sum_over_lanes,
+)
+from .primitives import (
+    address,
+    exp,
+    load_shared,
+    load_words,
+    maximum,
+    pack,
+    peer_address,
+    ptx,
+    reciprocal,
+    rsqrt,
+    select,
+    store_shared,
+    store_words,
+    total,
+    unpack,
+)
+from .protocol import PROTOCOL
+
+WAITS = ("parts of a row",)
+WHOLE, PUBLISH, COLLECT = 0, 1, 2
+LANES = 32
+HEAD = 16  # bytes of the barrier before the sums
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Config:
+    """Blocks of a row, and threads of each."""
+
+    cluster: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Static:
+    """What the kernel is compiled for."""
+
+    columns: tuple[str, ...]  # of the address table
+    width: int  # of a row
+    blocks: int  # finished blocks of layers
+    ranks: int
+    slot: int  # bytes
+    cluster: int
+    threads: int
+    add: bool  # there is a prefix
+    keep: bool  # p is read outside
+    eps: float
+    out_eps: float
+    stride_x: int  # elements between rows
+    stride_prefix: int
+    stride_block: int
+    stride_p: int
+    stride_h: int
+    phase: int
+    limit: int
+    dependent: bool
+    multicast: bool = False
+
+    @property
+    def warps(self) -> int:
+        return self.threads // LANES
+
+    @property
+    def early(self) -> int:
+        """Products of the blocks with each other and with the score, known before the sum."""
+        return self.blocks * (self.blocks + 1) // 2 + self.blocks
+
+    @property
+    def late(self) -> int:
+        """Products of p with the blocks, itself and the score."""
+        return self.blocks + 2
+
+    @property
+    def pair(self) -> dict[tuple[int, int], int]:
+        """Where the product of sources i <= j stands; column ``blocks + 1`` is the score."""
+        early = [(i, j) for i in range(self.blocks) for j in range(i, self.blocks)]
+        early += [(i, self.blocks + 1) for i in range(self.blocks)]
+        return {key: i for i, key in enumerate(early + [(i, self.blocks) for i in range(self.blocks + 1)]
+                                               + [(self.blocks, self.blocks + 1)])}
+
+
+def _dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
+    found = a[0] * b[0]
+    for x, y in zip(a[1:], b[1:], strict=True):
+        found = fma(x, y, found)
+    return found
+
+
+def _share(totals: Sequence[Any], count: int, sums: Any, warp: Any, first: int, lane: Any, p: Static) -> None:
+    """Stores a warp's sums, as ``sum_over_lanes`` leaves them, in every block of the cluster from column ``first``."""
+    row = sums + HEAD + (warp * (p.early + p.late) + first) * 4
+    for group, value in enumerate(totals):
+        left = min(LANES, count - group * LANES)
+        wide = 1 << (left - 1).bit_length()
+        copies = LANES // wide  # groups of lanes that hold the same sums, each for other blocks
+        own = lane % wide
+        for turn in range(-(-p.cluster // copies)):
+            target = turn * copies + lane // wide
+            guard = (own < left) & (target < p.cluster)
+            place = peer_address(row + (group * LANES + own) * 4, target)
+            # a store that counts its bytes at the receiver's barrier
+            ptx("{ .reg .pred g; setp.ne.b32 g, $3, 0; "
+                "@g st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [$0], $1, [$2]; }", [],
+                [place, value, peer_address(sums, target), guard.to(Int32)])
+
+
+def _totals(sums: Any, thread: Any, p: Static) -> list[Any]:
+    """Every sum over all warps of the cluster, in every thread."""
+    count, warps = p.early + p.late, p.cluster * p.warps
+    whole = sums + HEAD + warps * count * 4
+    for start in range(0, count, p.threads):
+        own = thread + start
+        at = sums + HEAD + select(own < count, own, Int32(0)) * 4
+        parts = [load_shared(at + warp * count * 4) for warp in range(warps)]
+        store_shared(whole + own * 4, [total(parts)], guard=own < count)
+    cute.arch.sync_threads()
+    return [load_shared(whole + i * 4) for i in range(count)]
+
+
+def _factors(totals: Sequence[Any], p: Static) -> list[Any]:
+    """What each source is multiplied by: its share of the softmax times the norm of the mix."""
+    n, pair = p.blocks, p.pair
+    scores = [totals[pair[j, n + 1]] * rsqrt(fma(totals[pair[j, j]], Float32(1 / p.width), Float32(p.eps)))
+              for j in range(n + 1)]
+    top = maximum(scores)
+    shares = [exp(score - top) for score in scores]
+    square = Float32(0.0)
+    for i in range(n + 1):
+        product = totals[pair[i, i]] * shares[i]
+        for j in range(i + 1, n + 1):
+            product = fma(2 * shares[j], totals[pair[i, j]], product)
+        square = fma(product, shares[i], square)
+    # the shares are still too large by their sum; so is the root of ``square``
+    inverse = reciprocal(total(shares))
+    mean = cute.arch.fmax(square, Float32(0.0)) * Float32(1 / p.width) * inverse * inverse
+    scale = rsqrt(mean + Float32(p.out_eps)) * inverse
+    return [share * scale for share in shares]
+
+
+@cute.kernel
+def _all_reduce_attn_res(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
+    start_dependents(p.dependent)
+    thread, _, _ = cute.arch.thread_idx()
+    part, index, row = cute.arch.block_idx()
+    lane = thread % LANES
+    if cutlass.const_expr(p.phase != PUBLISH):
+        barrier = cute.arch.get_dyn_smem(Int64, 16)
+        sums = address(barrier)
+        if thread == 0:
+            cute.arch.mbarrier_init(barrier, 1)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4 * (p.early + p.late) * p.cluster * p.warps)
+        cute.arch.cluster_arrive_relaxed()
+    at = Addresses(arguments, names, p.columns, index)
+    fragments = p.width // 8
+    fragment = part * p.threads + thread
+    real = fragment < fragments
+    guard = None
+    if cutlass.const_expr(p.cluster * p.threads != fragments):
+        guard = real.to(Int32)
+        fragment = select(real, fragment, Int32(fragments - 1))
+    column = Int64(fragment) * 16
+    weight = load_words(at["weight"] + column)
+    score = [word.bitcast(Float32) for half in (0, 16)
+             for word in load_words(at["score"] + 2 * column + half)]
+    await_producers(p.dependent)
+
+    # everything but the parts of the other ranks is on its way before anything is needed
+    x = load_words(at["x"] + Int64(row) * (2 * p.stride_x) + column)
+    box = Mailbox(at, ranks=p.ranks, slot=p.slot, block=row * p.cluster + part, limit=p.limit, multicast=p.multicast)
+    where = row * fragments + fragment
+    if cutlass.const_expr(p.phase != PUBLISH):
+        held = [load_words(at[f"block{i}"] + Int64(row) * (2 * p.stride_block) + column) for i in range(p.blocks)]
+        if cutlass.const_expr(p.add):
+            prefix = unpack(load_words(at["prefix"] + Int64(row) * (2 * p.stride_prefix) + column))
+    if cutlass.const_expr(p.phase != COLLECT):
+        box.send(where, x, guard=guard)
+    if cutlass.const_expr(p.phase != PUBLISH):
+        if cutlass.const_expr(guard is not None):
+            score = [select(real, s, Float32(0.0)) for s in score]
+            held = [[select(real, w, Int32(0)) for w in words] for words in held]
+        late = hold_back([word for words in held for word in words], box.epoch, box.epochs)
+        held = [late[i : i + 4] for i in range(0, len(late), 4)]
+        sources = [unpack(words) for words in held]
+        early = [_dot(sources[i], sources[j]) for i in range(p.blocks) for j in range(i, p.blocks)]
+        early += [_dot(source, score) for source in sources]
+        early = sum_over_lanes(early, lane)
+        cute.arch.cluster_wait()
+        warp = part * p.warps + thread // LANES
+        _share(early, p.early, sums, warp, 0, lane, p)
+
+        looked = [box.look(sender, where) for sender in range(p.ranks)]
+        for sender in cutlass.range_constexpr(p.ranks):
+            box.arm(sender, where, guard)
+        received = [box.wait(look) for look in looked]
+        box.report(dict(enumerate(received)), 0)
+        y = unpack(received[0])
+        for words in received[1:]:
+            y = [a + b for a, b in zip(y, unpack(words), strict=True)]
+        if cutlass.const_expr(p.add):
+            y = [a + b for a, b in zip(rounded(y), prefix, strict=True)]
+        kept = pack(y)
+        if cutlass.const_expr(p.keep):
+            store_words(at["p"] + Int64(row) * (2 * p.stride_p) + column, kept, guard=guard)
+        if cutlass.const_expr(guard is not None):
+            kept = [select(real, word, Int32(0)) for word in kept]
+        last = unpack(kept)
+        late = [_dot(source, last) for source in (*sources, last)] + [_dot(last, score)]
+        _share(sum_over_lanes(late, lane), p.late, sums, warp, p.early, lane, p)
+        cute.arch.mbarrier_wait(barrier, 0)
+        cute.arch.cluster_arrive_relaxed()
+        factors = _factors(_totals(sums, thread, p), p)
+        mix = [Float32(0.0)] * 8
+        for source, factor in zip((*sources, last), factors, strict=True):
+            mix = [fma(factor, s, m) for m, s in zip(mix, source, strict=True)]
+        h = pack([m * w for m, w in zip(mix, unpack(weight), strict=True)])
+        store_words(at["h"] + Int64(row) * (2 * p.stride_h) + column, h, guard=guard)
+        box.count((thread == 0).to(Int32))
+        cute.arch.cluster_wait()
+
+
+def bind(calls: Sequence[Call], links: Sequence[Link]) -> Launch:
+    """The launch for the ranks of this process; ``links`` are those of their mailboxes."""
+    first = calls[0]
+    config = Config(**first.config)
+    x, h, p, prefix = first.tensors["x"], first.tensors["h"], first.get("p"), first.get("prefix")
+    rows, width = x.shape
+    parities, ranks, slot = first.scratch["mailbox"].shape
+    assert parities == PROTOCOL.parities, f"mailbox of {parities} parts"
+    assert width % 8 == 0, f"rows of {width}"
+    assert slot >= rows * width // 2, f"{rows} rows of {width}, slot of {slot} words"
+    assert all(len(link.peers) == ranks for link in links), f"links to {[len(k.peers) for k in links]} of {ranks} ranks"
+    strides = {row_stride(block) for block in first.rest}
+    assert len(strides) == 1, f"blocks with strides {strides}"
+    named = []
+    for call in calls:
+        own = {name: call.tensors[name] for name in ("x", "score", "weight", "h", "p", "prefix") if call.get(name) is
+               not None} | {f"block{i}": block for i, block in enumerate(call.rest)}
+        misaligned = [name for name, tensor in own.items() if tensor.data_ptr() % 16 or row_bytes(tensor) % 16]
+        assert not misaligned, f"{misaligned} do not lie on 16 bytes"
+        named.append(own)
+    static = Static(
+        columns=columns_of(tuple(named[0]), ranks), width=width, blocks=len(first.rest), ranks=ranks, slot=4 * slot,
+        cluster=config.cluster, threads=config.threads, add=prefix is not None, keep=p is not None,
+        eps=first.attrs["m"]["eps"], out_eps=first.attrs["h"]["eps"], stride_x=row_stride(x),
+        stride_prefix=0 if prefix is None else row_stride(prefix), stride_block=strides.pop(),
+        stride_p=0 if p is None else row_stride(p), stride_h=row_stride(h), phase=WHOLE, limit=first.wait_limit,
+        dependent=first.dependent_launch)
+    assert config.cluster * config.threads >= width // 8, f"{config} for {width // 8} fragments"
+    shared = HEAD + 4 * (static.early + static.late) * (config.cluster * static.warps + 1)
+    grid, cluster = (config.cluster, len(calls), rows), (config.cluster, 1, 1)
+    launch = KernelLaunch(_all_reduce_attn_res, grid, config.threads, addresses(calls, links, named), static,
+                          cluster=cluster, shared=shared, dependent=static.dependent)
+    if len(calls) == 1 or fits_at_once(len(calls) * config.cluster * rows, x.device):
+        return launch
+    return LaunchSequence(tuple(replace(launch, parameters=replace(static, phase=phase))
+                                for phase in (PUBLISH, COLLECT)))

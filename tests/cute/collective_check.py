@@ -1,0 +1,205 @@
+"""Collective kernels at the real shapes of Kimi K3: the ranks' tensors, the reference of the covered nodes, launches.
+
+``together``: one launch for all ranks of the process. ``apart``: each rank bound for itself and launched on a stream of
+its own, so that ranks run and wait as they would on their own GPUs. ``loopback``: one rank that hears itself.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import kernel_check
+import torch
+from torch import Tensor
+
+from k3plan.compiler.build import build_graph
+from k3plan.compiler.call import Call, emulated_links, loopback_link
+from k3plan.compiler.covering.match import find_regions
+from k3plan.compiler.ir import REPLICATED, Graph
+from k3plan.compiler.kernel import KernelDef, Menu, Region
+from k3plan.compiler.model import ModelConfig, model_from_config
+from k3plan.compiler.ops import OPS
+from k3plan.compiler.passes.merge import merge_projections
+from k3plan.compiler.passes.shard import algebra_of, shard_graph
+from k3plan.compiler.spec import Choices, Parallel, Spec, Step
+from k3plan.graphs.launch import allocate, arguments_of, default_config, entry_point, make_call, scratch_of
+from k3plan.graphs.load import TORCH_DTYPES
+
+STRIPE = Choices("sharded", "stripe", "replicated")
+# a block begins (12, 84), and each number of finished blocks once
+LAYERS = (0, 1, 3, 12, 24, 36, 48, 60, 72, 84, 85)
+
+
+@cache
+def kimi_k3() -> ModelConfig:
+    return model_from_config(json.loads(files("k3plan.compiler").joinpath("presets/kimi-k3.json").read_text()))
+
+
+@cache
+def graph_of(tp: int, rows: int, choices: Choices = STRIPE) -> Graph:
+    """The step of one rank with every kind of layer, collectives in place."""
+    spec = Spec(model=kimi_k3(), layers=LAYERS, parallel=Parallel(tp, "tp"), step=Step(rows, 1, 8192, 64, ("tokens",)),
+                gpu="h200", numerics=kernel_check.PLAIN, profile="fused", choices=choices, buckets=(rows,))
+    return merge_projections(shard_graph(build_graph(spec), spec, algebra_of(spec))[0])[0]
+
+
+def real_regions(kernels: Sequence[KernelDef], tp: int, rows: int) -> list[Region]:
+    """Where ``kernels`` fit, each kernel and shape once, in the order of the layers."""
+    regions, _ = find_regions(graph_of(tp, rows), Menu(kernels), arch="sm_90", rows=rows)
+    found: dict[object, Region] = {}
+    for region in regions:
+        shapes = tuple(region.graph.values[n].shape for n in region.inputs)
+        found.setdefault((region.kernel.id, shapes, len(region.outputs)), region)
+    return list(found.values())
+
+
+def name_of(region: Region) -> str:
+    blocks = [f"-nb{len(node.inputs) - 2}" for node in region.nodes if node.op == "attn_res"]
+    return f"{region.kernel.id}{''.join(blocks)}-o{len(region.outputs)}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one group in this process: inputs and outputs of each by value name, and their bound calls."""
+
+    region: Region
+    tp: int
+    device: str
+    tensors: Sequence[Mapping[str, Tensor]]
+    calls: Sequence[Call]
+
+    def poison(self) -> None:
+        for own in self.tensors:
+            for name in self.region.outputs:
+                kernel_check._poison(own[name])
+
+    def write(self, fresh: Sequence[Mapping[str, Tensor]]) -> None:
+        for own, new in zip(self.tensors, fresh, strict=False):
+            for name, tensor in new.items():
+                own[name].copy_(tensor)
+
+    def outputs(self) -> list[dict[str, Tensor]]:
+        return [{name: own[name].clone() for name in self.region.outputs} for own in self.tensors]
+
+
+def setting_of(region: Region, tp: int) -> kernel_check.Setting:
+    rows = region.graph.values[region.outputs[0]].shape[0]
+    return kernel_check.Setting("k3", kimi_k3(), tp, rows, 1, choices=STRIPE)
+
+
+def make_inputs(region: Region, tp: int, seed: int, device: str) -> list[dict[str, Tensor]]:
+    """Inputs of every rank: equal where the value is replicated, with the numbers that break a mailbox among them."""
+    setting = setting_of(region, tp)
+    ranks = [kernel_check.make_inputs(region, setting, seed * 100 + rank, device) for rank in range(tp)]
+    for name in region.inputs:
+        if region.graph.values[name].placement == REPLICATED:
+            for own in ranks[1:]:
+                own[name].copy_(ranks[0][name])
+    for own in ranks:
+        own[region.binding["x"]].view(-1)[:8] = torch.tensor([0.0, -0.0] * 4, dtype=torch.bfloat16)
+    return ranks
+
+
+def make_group(region: Region, tp: int, device: str, *, ranks: int | None = None, limit: int = 0,
+               config: Mapping[str, Any] | None = None, dependent: bool = False) -> Group:
+    """Storage and calls for ``ranks`` (of ``tp``; 1 for loopback), inputs of seed 0."""
+    config = default_config(region) if config is None else config
+    tensors = make_inputs(region, tp, 0, device)[: ranks or tp]
+    values = region.graph.values
+    for own in tensors:
+        own |= {n: torch.empty(values[n].shape, dtype=TORCH_DTYPES[values[n].dtype], device=device)
+                for n in region.outputs}
+    calls = []
+    for own in tensors:
+        scratch = {n: allocate(w, device) for n, w in scratch_of(region, config).items()}
+        call = make_call(arguments_of(region), own, scratch=scratch, config=config, dependent_launch=dependent)
+        calls.append(replace(call, wait_limit=limit, number=7))
+    return Group(region, tp, device, tensors, calls)
+
+
+def links_of(group: Group) -> list[Any]:
+    names = [name for name in group.calls[0].scratch if name.endswith("mailbox")]
+    boxes = [[call.scratch[name] for call in group.calls] for name in names]
+    links: list[Any] = [[loopback_link(b[0])] if len(b) < group.tp else emulated_links(b) for b in boxes]
+    return links[0] if len(links) == 1 else links
+
+
+def bind_together(group: Group) -> Callable[[], None]:
+    """One launch for all ranks of the group; with one rank it is loopback."""
+    return entry_point(group.region.kernel.entry)(list(group.calls), links_of(group))
+
+
+def bind_apart(group: Group) -> list[Callable[[], None]]:
+    """A launch for each rank."""
+    links = links_of(group)
+    bind: Any = entry_point(group.region.kernel.entry)
+    return [bind([call], [link]) for call, link in zip(group.calls, links, strict=True)]
+
+
+def launch_apart(group: Group, launches: Sequence[Callable[[], None]], late: Mapping[int, int]) -> None:
+    """Launches each rank on its stream; ``late`` are cycles that a rank sleeps before."""
+    here = torch.cuda.current_stream()
+    streams = _streams(len(launches))
+    for rank, (stream, launch) in enumerate(zip(streams, launches, strict=True)):
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            if rank in late:
+                torch.cuda._sleep(late[rank])
+            launch()
+    for stream in streams:
+        here.wait_stream(stream)
+
+
+@cache
+def _streams(count: int) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream() for _ in range(count)]
+
+
+def evaluate(region: Region, ranks: Sequence[Mapping[str, Tensor]], *, rounded: bool,
+             loopback: bool = False) -> list[dict[str, Tensor]]:
+    """Every value of every rank by the ops' meaning: in fp32 throughout, or rounded to declared dtypes."""
+    values = [{n: t.clone() if rounded or not t.dtype.is_floating_point else t.float() for n, t in own.items()}
+              for own in ranks]
+    for node in region.nodes:
+        definition, name = OPS[node.op], node.outputs[0]
+        if loopback and node.op == "reduce_scatter":
+            # what goes to another rank comes back: the parts of this rank are added
+            results = [own[node.inputs[0]].float().unflatten(1, (len(values), -1)).sum(1) for own in values]
+        elif definition.kind == "comm":
+            results = definition.fn([own[node.inputs[0]] for own in values], **node.attrs)
+        else:
+            results = [definition.fn(*(own[n] for n in node.inputs), **node.attrs) for own in values]
+        for own, result in zip(values, results, strict=True):
+            own[name] = result.to(TORCH_DTYPES[region.graph.values[name].dtype]) if rounded else result
+    return values
+
+
+def compare(group: Group, fresh: Sequence[Mapping[str, Tensor]], where: str) -> None:
+    """The group's outputs against the reference of inputs ``fresh``. Raises AssertionError."""
+    region, loopback = group.region, len(group.calls) < group.tp
+    fresh = [fresh[0]] * group.tp if loopback else fresh
+    exact, chain = (evaluate(region, fresh, rounded=r, loopback=loopback) for r in (False, True))
+    case = kernel_check.Case(region.kernel.id, region, {}, setting_of(region, group.tp))
+    for rank, own in enumerate(group.tensors):
+        for name in region.outputs:
+            kernel_check._check_close(case, name, f"{where}, rank {rank}", own[name].float(),
+                                      chain[rank][name].float(), exact[rank][name].float())
+
+
+def check(region: Region, tp: int, launch_all: Callable[[Group], Callable[[], None]], *, ranks: int | None = None,
+          seeds: int = 3, device: str = "cuda", config: Mapping[str, Any] | None = None) -> Group:
+    """Launches with fresh inputs and poisoned outputs, each compared."""
+    group = make_group(region, tp, device, ranks=ranks, config=config)
+    launch = launch_all(group)
+    for seed in range(seeds):
+        fresh = make_inputs(region, tp, seed, device)
+        group.write(fresh)
+        group.poison()
+        launch()
+        torch.cuda.synchronize()
+        compare(group, fresh, f"{name_of(region)}, tp {tp}, launch {seed}")
+    return group
