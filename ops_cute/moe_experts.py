@@ -1,0 +1,492 @@
+"""Routed MXFP4 experts in one launch: W1 and W3, SiTU, W2 and the weighted sum, 1 to 8 rows.
+
+Contract: ``x`` bf16 [T, D], any row stride that keeps rows on 16 bytes; ``ids`` i32 and ``weights`` fp32 [T, k]; ``w1
+w3`` u8 [E, I, D/2] with scales [E, I, D/32]; ``w2`` u8 [E, D', I/2] with scales [E, D', I/32], all as the checkpoint
+has them; ``rank`` i32 [1] on the device says which ids of an expert-parallel step are here. ``out`` bf16 [T, D']. What
+absent experts would add is exactly zero. I is a multiple of 32, nothing is padded: 192 stays 192.
+
+Layout: one block on each multiprocessor, four kinds of warps. Every distinct expert is read once, whoever chose it:
+one warp sorts the ids by a bit set. Then
+* the copier streams weights through a ring of slots in shared memory by bulk copies: first the units of 8 gate and 8
+  up rows that are this block's (every ``blocks``-th of all experts' units), then of every expert the rows of W2 that
+  make this block's columns. It never waits for anything but a free slot, so W2 is on its way while the first half
+  computes;
+* 16 warps multiply. In the first half each has its columns of x as operands in registers, for the whole launch: of a
+  unit, gate rows are rows 0 to 7 of a matrix instruction, up rows are 8 to 15, tokens its 8 columns, so one lane has
+  the gate and the up of the same row. All tokens are multiplied with all experts of the step: the columns are free;
+* the finisher adds up the 16 warps' sums of a unit, applies SiTU and publishes the 8 activations of each pair;
+* in the second half the 16 warps share the experts out. A block has its columns of all experts, so the weighted sum
+  stays in registers and one sum over the warps ends it: no partial results in memory, no atomics, one order of
+  addition.
+
+Waits: activations go from block to block in words that are their own flags: zero is "not yet", a payload of zeros is
+written as minus zeros, and a reader looks until no word is zero. One hop through L2, no fence, no counter. Two parts
+are used in turn (``epochs``, counted by each block for itself); a launch zeroes the part of the launch before, which
+nobody reads any more. A block never waits before it has published all of its own units, so the launch ends if all
+blocks run at once: there is one for each multiprocessor and it asks for most of its shared memory, so no block of a
+later launch can hold a place. Weights depend on ``ids``, so nothing is loaded before the wait for the producers.
+Numerics: weights are exact for scale bytes 1 to 254. x is brought to fp16 by a power of two for each token and warp,
+which is exact for what is not below 2^-30 of the largest; activations are published as fp16 (SiTU is bounded, so the
+power of two is a constant), 8 times finer than bf16; sums, scales, SiTU and routing weights are fp32, out is rounded
+once. With activation "mxfp8" rows of x and activations are rounded to MXFP8 as the op does and then take the same
+path.
+
+Arithmetic for a TP16 rank of Kimi K3 (D 3584, I 192, k 16) on an H200: 17.5 MB at one row, 132 MB at 8 (120 experts):
+floors 6.3 and 32 us (2.35 us + bytes / 4.44 TB/s). A lane decodes 16 weights for one pair of matrix instructions: 22
+instructions, 4 for the scales, 4 multiply-adds, 5 to load; 2.3 a weight in all, 1.3 of them on the integer pipe. So 8
+rows take 19 us of issue and 21 us of the integer pipe, under the 32 us of memory; one row 1.5 us for the three units
+of a block, of which the last is not hidden, and 0.8 us for its columns. At one row 384 units lie on 132 blocks (3 or
+2) and 28 columns on 128 of them: 97 % of the bytes' mean, all of them in flight at once (137 KB a block, 6 slots of 30
+KB).
+Measured: not yet.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+
+from ..compiler.call import Call, Launch
+from .launching import KernelLaunch, await_producers, named, row_stride, start_dependents
+from .moe_experts_menu import LIST_BITS, MOST_BLOCKS, PARITIES
+from .moe_experts_plan import FRAGMENT, PARTIALS, THREADS, TILE, TOKENS, TOP_EXPONENT, WARPS, Config, Static
+from .moe_parts import (
+    arrive,
+    await_phase,
+    copy_bulk,
+    expect_bytes,
+    init_barrier,
+    is_late,
+    load_byte,
+    load_matrices,
+    load_signed_byte,
+    load_word,
+    look,
+    multiprocessors,
+    not_zero,
+    publish,
+    publish_barriers,
+    set_bits,
+    situ,
+    store_byte,
+    store_word,
+    stream_policy,
+)
+from .mxfp4 import (
+    PAIRS,
+    WEIGHT_EXPONENT,
+    biased_exponent,
+    dot_group,
+    pack_f16,
+    power_of_two,
+    round_to_e4m3,
+    scale_of,
+    unpack_f16,
+)
+from .primitives import (
+    lane_value,
+    lane_xor,
+    load_shared,
+    load_words,
+    maximum,
+    select,
+    store_shared,
+    store_words,
+    unpack,
+)
+
+COPIER, FINISHER = WARPS, WARPS + 1
+MULTIPLYING = 32 * WARPS  # threads
+MULTIPLIERS, LISTED = 1, 2  # named barriers: of the warps that multiply; of all, once the list of experts is made
+
+
+def _pairs(values: Any) -> list[Any]:
+    """8 fp32 as 4 words of fp16, in the order of decoded weights."""
+    return [pack_f16(values[low], values[high]) for low, high in PAIRS]
+
+
+def _largest(values: Any) -> Any:
+    """Largest magnitude over the values of 4 neighbouring lanes."""
+    size = maximum([select(v < 0.0, -v, v) for v in values])
+    size = cute.arch.fmax(size, lane_xor(size, 1))
+    return cute.arch.fmax(size, lane_xor(size, 2))
+
+
+def _rounded(values: Any) -> Any:
+    return round_to_e4m3(values, _largest(values))
+
+
+def _load_x(at: Any, warp: Any, lane: Any, p: Static) -> tuple[list[Any], list[Any]]:
+    """This warp's groups of x as operands, and the fp32 factors of the two tokens of a lane's results."""
+    token, part = lane >> 2, lane & 3
+    row = at + Int64(token) * (2 * p.stride_x)
+    values = []
+    for i in range(p.own_groups):
+        group = warp * p.own_groups + i
+        real = (token < p.tokens) & (group < p.groups)
+        words = load_words(row + Int64(group * 64 + part * 16), guard=select(real, Int32(1), Int32(0)))
+        values.append(unpack(words))
+    if p.rounds:
+        values = [_rounded(v) for v in values]
+    largest = _largest([v for eight in values for v in eight])
+    # the largest becomes 2^14 or more, below 2^15
+    exponent = cute.arch.fmax(largest, Float32(2.0**-112))
+    exponent = biased_exponent(exponent)
+    down = power_of_two(254 + TOP_EXPONENT - 1 - exponent)
+    up = power_of_two(exponent - (TOP_EXPONENT - 1) - WEIGHT_EXPONENT)
+    factors = [lane_value(up, (lane & 3) * 8 + 4 * i) for i in range(2)]
+    return [_pairs([v * down for v in eight]) for eight in values], factors
+
+
+def _add_scaled(total: Any, upper: Any, lower: Any, products: Any, p: Static) -> list[Any]:
+    """``total`` plus the products of a scale group; one token has no second column."""
+    scales = (upper, upper, lower, lower)
+    return [t if i & 1 and p.tokens == 1 else t + scale * product
+            for i, (t, scale, product) in enumerate(zip(total, scales, products, strict=True))]
+
+
+@cute.jit
+def _list_experts(at: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """One warp: distinct experts in falling order of nothing but their ids, and where each token has each of them."""
+    pairs = p.tokens * p.top_k
+    local, real, weights = [], [], []
+    first = Int32(0)
+    if cutlass.const_expr(p.local < p.experts):
+        first = load_words(at.rank.toint(), 1)[0] * p.local
+    for i in cutlass.range_constexpr(-(-pairs // 32)):
+        pair = lane + 32 * i
+        inside = pair < pairs
+        guard = select(inside, Int32(1), Int32(0))
+        expert = load_words(at.ids.toint() + Int64(pair) * 4, 1, guard=guard)[0] - first
+        here = inside & (expert >= 0) & (expert < p.local)
+        local.append(select(here, expert, Int32(0)))
+        real.append(select(here, Int32(1), Int32(0)))
+        weights.append(load_words(at.weights.toint() + Int64(pair) * 4, 1, guard=guard)[0])
+    for i in cutlass.range_constexpr(len(local)):
+        set_bits(shared + where["bits"] + (local[i] >> 5) * 4, Int32(1) << (local[i] & 31), real[i])
+        store_word(shared + where["weights"] + (lane + 32 * i) * 4, weights[i],
+                   select(lane + 32 * i < pairs, Int32(1), Int32(0)))
+    cute.arch.sync_warp()
+    held = Int32(0)
+    if lane < p.words:
+        held = load_word(shared + where["bits"] + lane * 4)
+    count = cute.arch.popc(held)
+    before = count
+    for step in cutlass.range_constexpr(5):
+        lower = cute.arch.shuffle_sync_up(before, 1 << step, mask_and_clamp=0)
+        before = before + select(lane >= (1 << step), lower, Int32(0))
+    if lane == 31:
+        store_word(shared + where["count"], before)
+    if lane < p.words:
+        store_word(shared + where["before"] + lane * 4, before - count)
+    cute.arch.sync_warp()
+    for i in cutlass.range_constexpr(len(local)):
+        word, bit = local[i] >> 5, local[i] & 31
+        lower = load_word(shared + where["bits"] + word * 4) & ((Int32(1) << bit) - 1)
+        index = load_word(shared + where["before"] + word * 4) + cute.arch.popc(lower)
+        pair = lane + 32 * i
+        store_word(shared + where["list"] + index * 4, local[i], real[i])
+        store_byte(shared + where["places"] + index * TOKENS + pair // p.top_k, pair % p.top_k, real[i])
+
+
+@cute.jit
+def _copy(at: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """One warp: streams this block's weights through the ring, units of the first half and then of the second."""
+    policy = stream_policy()
+    fill = Int32(0)
+    half = p.width // 2
+    for unit in cutlass.range(block, count * p.tiles, p.blocks, unroll=1):
+        slot = fill % p.slots
+        await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
+        full = shared + where["full"] + slot * 8
+        expert = load_word(shared + where["list"] + (unit // p.tiles) * 4)
+        if lane == 0:
+            expect_bytes(full, Int32(2 * TILE * (half + p.groups)))
+        cute.arch.sync_warp()
+        # lanes 0 to 7 copy rows of W1, 8 to 15 rows of W3, 16 and 17 their scales
+        row = Int64(expert) * p.inter + Int64((unit % p.tiles) * TILE)
+        scales = lane >= 2 * TILE
+        second = select(scales, lane & 1, (lane >> 3) & 1)
+        packed = select(second == 1, at.w3.toint(), at.w1.toint()) + (row + Int64(lane & 7)) * half
+        scale = select(second == 1, at.s3.toint(), at.s1.toint()) + row * p.groups
+        to = select(scales, 2 * TILE * p.row_bytes + second * (TILE * p.groups), lane * p.row_bytes)
+        copy_bulk(shared + where["ring"] + slot * p.slot_bytes + to, select(scales, scale, packed),
+                  select(scales, Int32(TILE * p.groups), Int32(half)), full, policy,
+                  select(lane < 2 * TILE + 2, Int32(1), Int32(0)))
+        fill = fill + 1
+    turn = p.blocks - 1 - block
+    if turn < p.column_blocks:
+        first = turn * p.columns
+        rows = cutlass.min(Int32(p.columns), p.out_width - first)
+        # scales from the 16 bytes that hold the first to those that hold the last
+        begin = (first * p.inter_groups) & -16
+        scale_bytes = (((first + rows) * p.inter_groups + 15) & -16) - begin
+        for start in cutlass.range(0, count, p.together, unroll=1):
+            slot = fill % p.slots
+            await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
+            full = shared + where["full"] + slot * 8
+            inside = cutlass.min(Int32(p.together), count - start)
+            if lane == 0:
+                expect_bytes(full, inside * (rows * (p.inter // 2) + scale_bytes))
+            cute.arch.sync_warp()
+            own = lane >> 1
+            guard = select(own < inside, Int32(1), Int32(0))
+            expert = load_word(shared + where["list"] + select(own < inside, start + own, Int32(0)) * 4)
+            row = Int64(expert) * p.out_width
+            packed = at.w2.toint() + (row + Int64(first)) * (p.inter // 2)
+            scale = at.s2.toint() + row * p.inter_groups + Int64(begin)
+            scales = (lane & 1) == 1
+            to = own * p.down_bytes + select(scales, Int32(p.columns * (p.inter // 2)), Int32(0))
+            copy_bulk(shared + where["ring"] + slot * p.slot_bytes + to, select(scales, scale, packed),
+                      select(scales, scale_bytes, rows * (p.inter // 2)), full, policy, guard)
+            fill = fill + 1
+
+
+@cute.jit
+def _multiply_up(x: Any, factors: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
+                 where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The warps that multiply: this warp's groups of 8 gate and 8 up rows a unit. Returns the slots used."""
+    fill = Int32(0)
+    for _unit in cutlass.range(block, count * p.tiles, p.blocks, unroll=1):
+        slot = fill % p.slots
+        await_phase(shared + where["full"] + slot * 8, (fill // p.slots) & 1)
+        rows = shared + where["ring"] + slot * p.slot_bytes
+        # a warp without groups multiplies those of another by zeros
+        own = cutlass.min(warp * p.own_groups, Int32(p.groups - p.own_groups))
+        matrix = rows + (((lane >> 3) & 1) * TILE + (lane & 7)) * p.row_bytes + ((lane >> 4) + own) * FRAGMENT
+        scale = rows + 2 * TILE * p.row_bytes + (lane >> 2) * p.groups + own
+        total = [Float32(0.0)] * 4
+        for pair in cutlass.range_constexpr(-(-p.own_groups // 2)):
+            here = min(2, p.own_groups - 2 * pair)
+            words = load_matrices(matrix + 2 * FRAGMENT * pair, 2 * here)
+            for i in cutlass.range_constexpr(here):
+                group = 2 * pair + i
+                gate = scale_of(load_byte(scale + group))
+                up = scale_of(load_byte(scale + TILE * p.groups + group))
+                total = _add_scaled(total, gate, up, dot_group(words[2 * i], words[2 * i + 1], x[group]), p)
+        cute.arch.sync_warp()
+        if lane == 0:
+            arrive(shared + where["empty"] + slot * 8, p.together * p.chunks)
+        buffer = fill & 1
+        await_phase(shared + where["partials_empty"] + buffer * 8, ((fill >> 1) & 1) ^ 1)
+        store_shared(shared + where["partials"] + buffer * PARTIALS + (warp * 32 + lane) * FRAGMENT,
+                     [total[0] * factors[0], total[1] * factors[1], total[2] * factors[0], total[3] * factors[1]])
+        cute.arch.sync_warp()
+        if lane == 0:
+            arrive(shared + where["partials_full"] + buffer * 8)
+        fill = fill + 1
+    return fill
+
+
+@cute.jit
+def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+                  p: cutlass.Constexpr):
+    """One warp: adds up the warps' sums of a unit, applies SiTU and publishes the activations of its 8 rows."""
+    fill = Int32(0)
+    row, part = lane >> 2, lane & 3
+    for unit in cutlass.range(block, count * p.tiles, p.blocks, unroll=1):
+        buffer = fill & 1
+        await_phase(shared + where["partials_full"] + buffer * 8, (fill >> 1) & 1)
+        at = shared + where["partials"] + buffer * PARTIALS + lane * FRAGMENT
+        sums = load_shared(at, 4)
+        for warp in cutlass.range_constexpr(1, WARPS):
+            more = load_shared(at + warp * 32 * FRAGMENT, 4)
+            sums = [a + b for a, b in zip(sums, more, strict=True)]
+        cute.arch.sync_warp()
+        if lane == 0:
+            arrive(shared + where["partials_empty"] + buffer * 8)
+        found = [situ(sums[i], sums[2 + i], p.beta, p.linear_beta) * 2.0**p.act_exponent for i in range(2)]
+        # rows r and r + 2 make a word: lanes of r publish the first token's, those of r + 2 the second's
+        upper = (row & 2) != 0
+        other = lane_xor(select(upper, found[0], found[1]), 8)
+        word = not_zero(pack_f16(select(upper, other, found[0]), select(upper, found[1], other)))
+        token = 2 * part + ((row >> 1) & 1)
+        place = load_signed_byte(shared + where["places"] + (unit // p.tiles) * TOKENS + token)
+        fragment = (token * p.top_k + place) * p.tiles + unit % p.tiles
+        offset = fragment * FRAGMENT + ((row & 1) * 2 + (row >> 2)) * 4
+        publish(act + Int64(offset), word, select(place >= 0, Int32(1), Int32(0)))
+        fill = fill + 1
+
+
+@cute.jit
+def _multiply_down(act: Any, fill: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
+                   where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The warps that multiply: every 16th chunk of an expert's rows for this block's columns; the sums stay in
+    registers."""
+    token, part = lane >> 2, lane & 3
+    first = (p.blocks - 1 - block) * p.columns
+    inside = (first * p.inter_groups) & 15
+    total = [Float32(0.0)] * (4 * p.column_tiles)
+    for item in cutlass.range(warp, count * p.chunks, WARPS, unroll=1):
+        index, group0 = item // p.chunks, item % p.chunks * p.chunk
+        turn = fill + index // p.together
+        slot = turn % p.slots
+        place = load_signed_byte(shared + where["places"] + index * TOKENS + token)
+        guard = select(place >= 0, Int32(1), Int32(0))
+        source = act + Int64(((token * p.top_k + place) * p.tiles + 4 * group0 + part) * FRAGMENT)
+        x = [look(source + 4 * FRAGMENT * group, guard) for group in range(p.chunk)]
+        late = is_late([word for four in x for word in four])
+        while late != 0:
+            x = [look(source + 4 * FRAGMENT * group, guard) for group in range(p.chunk)]
+            late = is_late([word for four in x for word in four])
+        cute.arch.sync_warp()
+        x = [[select(guard == 1, word, Int32(0)) for word in four] for four in x]
+        if cutlass.const_expr(p.rounds):
+            # a word holds two columns of the group: their order does not matter for rounding
+            x = [_repacked(four, p) for four in x]
+        weights = []
+        for i in cutlass.range_constexpr(2):
+            reader = 2 * part + i
+            held = load_signed_byte(shared + where["places"] + index * TOKENS + reader)
+            at = shared + where["weights"] + (reader * p.top_k + cutlass.max(held, Int32(0))) * 4
+            weights.append(select(held >= 0, load_word(at).bitcast(Float32), Float32(0.0)))
+        await_phase(shared + where["full"] + slot * 8, (turn // p.slots) & 1)
+        rows = shared + where["ring"] + slot * p.slot_bytes + (index % p.together) * p.down_bytes
+        for tile in cutlass.range_constexpr(p.column_tiles):
+            last = p.columns - 1
+            matrix_row = cutlass.min(tile * 16 + ((lane >> 3) & 1) * 8 + (lane & 7), Int32(last))
+            matrix = rows + matrix_row * (p.inter // 2) + ((lane >> 4) + group0) * FRAGMENT
+            scales = rows + p.columns * (p.inter // 2) + inside + group0
+            upper = scales + cutlass.min(tile * 16 + token, Int32(last)) * p.inter_groups
+            lower = scales + cutlass.min(tile * 16 + 8 + token, Int32(last)) * p.inter_groups
+            sums = [Float32(0.0)] * 4
+            for pair in cutlass.range_constexpr(-(-p.chunk // 2)):
+                here = min(2, p.chunk - 2 * pair)
+                words = load_matrices(matrix + 2 * FRAGMENT * pair, 2 * here)
+                for i in cutlass.range_constexpr(here):
+                    group = 2 * pair + i
+                    a, b = scale_of(load_byte(upper + group)), scale_of(load_byte(lower + group))
+                    sums = _add_scaled(sums, a, b, dot_group(words[2 * i], words[2 * i + 1], x[group]), p)
+            for i in cutlass.range_constexpr(4):
+                total[4 * tile + i] = total[4 * tile + i] + weights[i & 1] * sums[i]
+        cute.arch.sync_warp()
+        if lane == 0:
+            arrive(shared + where["empty"] + slot * 8, WARPS)
+    return total
+
+
+def _repacked(four: Any, p: Static) -> list[Any]:
+    """A group's activations rounded to MXFP8 as the op does, scaled as they came."""
+    values = _rounded([half * Float32(2.0**-p.act_exponent) for word in four for half in unpack_f16(word)])
+    return [pack_f16(low * Float32(2.0**p.act_exponent), high * Float32(2.0**p.act_exponent))
+            for low, high in zip(values[::2], values[1::2], strict=True)]
+
+
+@cute.jit
+def _store_columns(out: Any, total: Any, fill: Any, block: Any, thread: Any, shared: Any,
+                   where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The sums of the 16 warps, added and stored as bf16."""
+    partials = shared + where["partials"]
+    # the last sums of the first half may not have been read yet
+    for buffer in cutlass.range_constexpr(2):
+        uses = (fill + 1 - buffer) >> 1
+        await_phase(shared + where["partials_empty"] + buffer * 8, (uses & 1) ^ 1)
+    for tile in cutlass.range_constexpr(p.column_tiles):
+        store_shared(partials + (tile * MULTIPLYING + thread) * FRAGMENT, total[4 * tile : 4 * tile + 4])
+    cute.arch.barrier(barrier_id=MULTIPLIERS, number_of_threads=MULTIPLYING)
+    first = (p.blocks - 1 - block) * p.columns
+    for start in cutlass.range_constexpr(0, p.tokens * p.columns, MULTIPLYING):
+        index = thread + start
+        token, row = index // p.columns, index % p.columns
+        if (token < p.tokens) & (first + row < p.out_width):
+            # row r and column t of a tile: lane 4 (r % 8) + t / 2, number 2 (r / 8) + t % 2
+            inside = row & 15
+            at = partials + ((row >> 4) * MULTIPLYING + 4 * (inside & 7) + (token >> 1)) * FRAGMENT
+            at = at + (2 * (inside >> 3) + (token & 1)) * 4
+            sum_of = [load_shared(at + warp * 32 * FRAGMENT) for warp in range(WARPS)]
+            value = sum_of[0]
+            for more in sum_of[1:]:
+                value = value + more
+            value = value * 2.0 ** (-WEIGHT_EXPONENT - p.act_exponent)
+            place = cute.make_ptr(cutlass.BFloat16, out + Int64(token * p.stride_out + first + row) * 2,
+                                  cute.AddressSpace.gmem)
+            cute.make_tensor(place, cute.make_layout(1))[0] = value.to(cutlass.BFloat16)
+
+
+@cute.jit
+def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """Barriers, an empty set of experts, no place of a token anywhere."""
+    if thread == 0:
+        for slot in cutlass.range_constexpr(p.slots):
+            init_barrier(shared + where["full"] + 8 * slot, 1)
+            init_barrier(shared + where["empty"] + 8 * slot, p.slot_readers)
+        for buffer in cutlass.range_constexpr(2):
+            init_barrier(shared + where["partials_full"] + 8 * buffer, WARPS)
+            init_barrier(shared + where["partials_empty"] + 8 * buffer, 1)
+        publish_barriers()
+    for start in cutlass.range_constexpr(0, p.words, THREADS):
+        store_word(shared + where["bits"] + (thread + start) * 4, Int32(0),
+                   select(thread + start < p.words, Int32(1), Int32(0)))
+    for start in cutlass.range_constexpr(0, p.most * TOKENS // 4, THREADS):
+        store_word(shared + where["places"] + (thread + start) * 4, Int32(-1),
+                   select(thread + start < p.most * TOKENS // 4, Int32(1), Int32(0)))
+
+
+@cute.kernel
+def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
+    start_dependents(p.dependent)
+    at = named(names, arguments)
+    where = p.place()
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+    shared = cute.arch.get_dyn_smem(cutlass.Uint8, 128).toint()
+    _start(thread, shared, where, p)
+    cute.arch.sync_threads()
+    await_producers(p.dependent)
+    epochs = at.epochs.toint() + Int64(block) * 4
+    epoch = load_words(epochs, 1)[0]
+    part = p.tokens * p.top_k * p.tiles * FRAGMENT
+    act = at.act.toint() + Int64(epoch & 1) * part
+    if warp == COPIER:
+        _list_experts(at, lane, shared, where, p)
+        cute.arch.barrier_arrive(barrier_id=LISTED, number_of_threads=THREADS, aligned=False)
+        _copy(at, load_word(shared + where["count"]), block, lane, shared, where, p)
+    elif warp == FINISHER:
+        # the other part was read by the launch before and has to be zero for the next
+        before = at.act.toint() + Int64((epoch & 1) ^ 1) * part
+        for index in cutlass.range(block * 32 + lane, part // FRAGMENT, p.blocks * 32, unroll=1):
+            store_words(before + Int64(index) * FRAGMENT, [Int32(0)] * 4)
+        cute.arch.barrier(barrier_id=LISTED, number_of_threads=THREADS)
+        if lane == 0:
+            store_words(epochs, [epoch + 1])
+        count = load_word(shared + where["count"])
+        _finish_units(act, count, block, lane, shared, where, p)
+    else:
+        x, factors = _load_x(at.x.toint(), warp, lane, p)
+        cute.arch.barrier(barrier_id=LISTED, number_of_threads=THREADS)
+        count = load_word(shared + where["count"])
+        fill = _multiply_up(x, factors, count, block, warp, lane, shared, where, p)
+        if p.blocks - 1 - block < p.column_blocks:
+            total = _multiply_down(act, fill, count, block, warp, lane, shared, where, p)
+            _store_columns(at.out.toint(), total, fill, block, thread, shared, where, p)
+
+
+def bind(call: Call) -> Launch:
+    """x, ids, rank, weights, w1, w3, s1, s3, w2, s2 -> out."""
+    config, tensors = Config(**call.config), call.tensors
+    x, ids, w1, w2, out = (tensors[name] for name in ("x", "ids", "w1", "w2", "out"))
+    attrs, activation = call.attrs["gate"], call.attrs["act"]
+    for name in ("ids", "weights", "w1", "w3", "s1", "s3", "w2", "s2"):
+        assert tensors[name].is_contiguous(), f"{name} {tensors[name].shape} {tensors[name].stride()}"
+    dtypes = [t.dtype for t in (ids, x, out)]
+    assert dtypes == [torch.int32, torch.bfloat16, torch.bfloat16], f"ids, x, out are {dtypes}"
+    assert (2 * w1.shape[2], 2 * w2.shape[2]) == (x.shape[1], w1.shape[1]), f"x {x.shape}, {w1.shape}, {w2.shape}"
+    assert row_stride(x) % 8 == 0, f"rows of x {x.stride()} do not lie on 16 bytes"
+    blocks = multiprocessors(x.device)
+    assert blocks <= MOST_BLOCKS, f"{blocks} multiprocessors"
+    static = Static(
+        tokens=ids.shape[0], top_k=ids.shape[1], width=x.shape[1], inter=w1.shape[1], out_width=w2.shape[1],
+        local=w1.shape[0], experts=attrs["experts"], blocks=blocks, slots=config.slots, stride_x=row_stride(x),
+        stride_out=row_stride(out), beta=activation["beta"], linear_beta=activation["linear_beta"],
+        rounds=attrs["activation"] == "mxfp8", dependent=call.dependent_launch)
+    assert static.tokens <= TOKENS, f"{static.tokens} rows"
+    assert static.local <= LIST_BITS, f"{static.local} experts of a rank"
+    arguments = {name: tensors[name] for name in ("x", "ids", "rank", "weights", "w1", "w3", "s1", "s3", "w2", "s2")}
+    arguments |= {"out": out, "act": call.scratch["act"], "epochs": call.scratch["epochs"]}
+    assert call.scratch["act"].shape[0] == PARITIES, f"activations {call.scratch['act'].shape}"
+    return KernelLaunch(_moe_experts, (blocks, 1, 1), THREADS, arguments, static, shared=static.place()["end"],
+                        dependent=static.dependent)

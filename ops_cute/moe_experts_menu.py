@@ -1,0 +1,67 @@
+"""Where ``cute.moe_experts`` fits, its configurations and its workspace. No cutlass here."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..compiler.call import Scratch
+from ..compiler.kernel import KernelDef, Region
+from .moe_experts_plan import SHARED_LIMIT, TOKENS, Static
+
+ENTRY = "k3plan.ops_cute.moe_experts:bind"
+ARCH = ("sm_90", "sm_100", "sm_103")
+LIST_BITS = 1024  # experts of a rank: a word of 32 for each lane
+MOST_BLOCKS = 256  # epochs that are kept, one for each block
+PARITIES = 2
+
+
+def needs(region: Region) -> str | None:
+    """Formats and sizes that the kernel reads."""
+    local, inter, packed = region.value("w1").shape
+    width, out_width = packed * 2, region.value("w2").shape[1]
+    if region.attrs("experts_gate_up")["format"] != "mxfp4":
+        return f"experts are {region.attrs('experts_gate_up')['format']}, the kernel reads MXFP4"
+    if len(region.value("x").shape) != 2:
+        return "rows must be a matrix"
+    if width % 64 or width < 64:
+        return f"x has {width} columns, not a multiple of 64"
+    if inter % 32 or out_width % 16:
+        return f"experts of {inter} x {out_width}: not multiples of 32 and 16"
+    if local > LIST_BITS:
+        return f"{local} experts of a rank, at most {LIST_BITS}"
+    return None if configs(region) else f"experts of {inter} x {out_width}: two slots do not fit shared memory"
+
+
+def _fits(region: Region, slots: int, blocks: int = 132) -> bool:
+    """Whether a ring of ``slots`` fits a block's shared memory. More blocks have fewer columns each, so less."""
+    w1, ids = region.value("w1").shape, region.value("ids").shape
+    attrs = region.attrs("experts_gate_up")
+    plan = Static(
+        tokens=ids[0], top_k=ids[1], width=2 * w1[2], inter=w1[1], out_width=region.value("w2").shape[1], local=w1[0],
+        experts=attrs["experts"], blocks=blocks, slots=slots, stride_x=0, stride_out=0, beta=1.0, linear_beta=1.0,
+        rounds=False, dependent=False)
+    return plan.place()["end"] <= SHARED_LIMIT
+
+
+def configs(region: Region) -> list[dict[str, Any]]:
+    """As much in flight as fits first; fewer slots leave room for a neighbour's blocks."""
+    return [{"slots": slots} for slots in (6, 5, 4, 3, 2) if _fits(region, slots)]
+
+
+def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    """Activations between the halves, for this launch and the one before (zero is "not yet"), and a count of launches
+    for each block."""
+    rows, top_k = region.value("ids").shape
+    inter = region.value("w1").shape[1]
+    return {"act": Scratch((PARITIES, rows, top_k, inter // 2), "i32", zeroed=True, kept=True),
+            "epochs": Scratch((MOST_BLOCKS,), "i32", zeroed=True, kept=True)}
+
+
+KERNELS: tuple[KernelDef, ...] = (
+    KernelDef(
+        id="cute.moe_experts", entry=ENTRY, arch=ARCH, rows=(1, TOKENS), needs=needs, configs=configs, scratch=scratch,
+        pattern="gate, up = experts_gate_up(x, ids, rank, w1, w3, s1, s3)\nact = situ_and_mul(gate, up)\n"
+                "pairs = experts_down(act, ids, rank, w2, s2)\nout = experts_combine(pairs, weights)\n-> out",
+        note="W1, W3, SiTU, W2 and the weighted sum; each expert's weights are read once",
+    ),
+)

@@ -1,0 +1,152 @@
+"""Sizes of ``cute.moe_experts``: who has what, and what lies where in shared memory. Pure functions, no cutlass."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GROUP = 32  # columns of one MXFP4 scale
+TOKENS = 8  # columns of a matrix instruction's second operand
+WARPS = 16  # that multiply; one more copies, one more finishes activations
+THREADS = 32 * (WARPS + 2)
+TILE = 8  # rows of W1 and as many of W3: the two halves of a matrix instruction's 16
+CHUNK = 6  # most groups of a row of W2 whose activations a warp holds
+FRAGMENT = 16  # bytes: 8 columns of one lane, or 4 fp32 of one lane
+PARTIALS = WARPS * 32 * FRAGMENT  # bytes of one sum over warps
+TOP_EXPONENT = 15  # fp16 activations stay below 2^15
+SHARED_LIMIT = 232448  # bytes of a block
+
+
+@dataclass(frozen=True)
+class Config:
+    """Slots of the ring of weights. Fewer leave room for a neighbour on the multiprocessor."""
+
+    slots: int = 6
+
+
+@dataclass(frozen=True)
+class Static:
+    """What the kernel is compiled for. Sizes in bytes where they say so, else in elements."""
+
+    tokens: int
+    top_k: int
+    width: int  # columns of x and of W1 and W3
+    inter: int
+    out_width: int
+    local: int  # experts here
+    experts: int  # in all
+    blocks: int
+    slots: int
+    stride_x: int
+    stride_out: int
+    beta: float
+    linear_beta: float
+    rounds: bool  # activations to MXFP8
+    dependent: bool
+
+    @property
+    def groups(self) -> int:
+        """Scale groups of a row of x."""
+        return self.width // GROUP
+
+    @property
+    def own_groups(self) -> int:
+        """Of them those of one warp: as few as divide evenly over some of the warps."""
+        return min(n for n in range(1, self.groups + 1) if self.groups % n == 0 and self.groups // n <= WARPS)
+
+    @property
+    def tiles(self) -> int:
+        """Units of one expert in the first half."""
+        return self.inter // TILE
+
+    @property
+    def row_bytes(self) -> int:
+        """Of W1 in shared memory: an odd number of 16 bytes, so that 8 rows lie on different banks."""
+        return FRAGMENT * (self.groups | 1)
+
+    @property
+    def inter_groups(self) -> int:
+        return self.inter // GROUP
+
+    @property
+    def chunk(self) -> int:
+        """Groups of a row of W2 that a warp multiplies at a time."""
+        return max(n for n in range(1, CHUNK + 1) if self.inter_groups % n == 0)
+
+    @property
+    def chunks(self) -> int:
+        return self.inter_groups // self.chunk
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result, rows of W2, of one block."""
+        return -(-self.out_width // self.blocks)
+
+    @property
+    def column_tiles(self) -> int:
+        return -(-self.columns // 16)
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks that have columns: the last ones, since the first have most units of the first half."""
+        return -(-self.out_width // self.columns)
+
+    @property
+    def down_scales(self) -> int:
+        """Bytes that surely hold a block's scales of one expert: they begin anywhere, a copy on 16 bytes."""
+        return -(-self.columns * self.inter_groups // 16) * 16 + 16
+
+    @property
+    def down_bytes(self) -> int:
+        """Of one expert in a slot of the second half."""
+        return self.columns * self.inter // 2 + self.down_scales
+
+    @property
+    def up_bytes(self) -> int:
+        """Of a slot of the first half."""
+        return 2 * TILE * (self.row_bytes + self.groups)
+
+    @property
+    def together(self) -> int:
+        """Experts in a slot of the second half."""
+        fitting = max(1, self.up_bytes // self.down_bytes)
+        return min(WARPS, 1 << (fitting.bit_length() - 1))
+
+    @property
+    def slot_bytes(self) -> int:
+        return -(-max(self.up_bytes, self.together * self.down_bytes) // 128) * 128
+
+    @property
+    def slot_readers(self) -> int:
+        """Arrivals that free a slot: those of all warps in the first half, of all chunks in the second."""
+        return WARPS * self.together * self.chunks
+
+    @property
+    def most(self) -> int:
+        """Entries of the list of distinct experts."""
+        return min(self.local, self.tokens * self.top_k)
+
+    @property
+    def words(self) -> int:
+        """Words of the bit set of experts."""
+        return -(-self.local // 32)
+
+    @property
+    def act_exponent(self) -> int:
+        """SiTU is bounded: a power of two that keeps it below 2^15."""
+        bound, exponent = self.beta * self.linear_beta, TOP_EXPONENT
+        while bound > 1.0:
+            bound, exponent = bound / 2, exponent - 1
+        return exponent
+
+    def place(self) -> dict[str, int]:
+        """Where things lie in shared memory, and its bytes under "end"."""
+        sizes = {
+            "ring": self.slots * self.slot_bytes, "partials": max(2, self.column_tiles) * PARTIALS,
+            "full": 8 * self.slots, "empty": 8 * self.slots, "partials_full": 16, "partials_empty": 16,
+            "bits": 4 * self.words, "before": 4 * self.words, "count": 4, "list": 4 * self.most,
+            "weights": 4 * self.tokens * self.top_k, "places": self.most * TOKENS,
+        }
+        found, at = {}, 0
+        for name, size in sizes.items():
+            found[name] = at
+            at += -(-size // 16) * 16
+        return found | {"end": at}

@@ -1,0 +1,84 @@
+"""Where ``cute.moe_front`` fits, its configurations and its workspace. No cutlass here."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..compiler.call import Scratch
+from ..compiler.kernel import KernelDef, Region
+from .moe_front_plan import SHARED_LIMIT, TILE, TOKENS, Static
+
+ARCH = ("sm_90", "sm_100", "sm_103")
+MOST_KEYS = 1024  # experts: 32 keys in the registers of a lane
+MOST_BLOCKS = 256  # epochs that are kept, one for each thread block
+PARITIES = 2
+
+
+def row_groups(region: Region) -> tuple[int, int, int]:
+    """Weight rows: (router, plain, pairs of gate and up)."""
+    pairs = region.value("a").shape[-1] if "a" in region.binding else 0
+    return region.value("router").shape[0], region.value("weight").shape[0] - 2 * pairs, pairs
+
+
+def _needs(region: Region) -> str | None:
+    router, plain, pairs = row_groups(region)
+    route, columns = region.attrs("router_topk"), region.value("x").shape[-1]
+    for name, dtype in (("x", "bf16"), ("router", "bf16"), ("weight", "bf16"), ("logits", "fp32"), ("f", "bf16")):
+        if region.value(name).dtype != dtype:
+            return f"{name} is {region.value(name).dtype}, the kernel has {dtype}"
+    if len(region.value("x").shape) != 2:
+        return "rows must be a matrix"
+    if columns % 32 or router % TILE or plain % TILE or 2 * pairs % TILE:
+        return f"{columns} columns, {router} + {plain} + 2 x {pairs} rows: not multiples of 32 and {TILE}"
+    if route["groups"] != 1:
+        return f"experts in {route['groups']} groups, the kernel has one"
+    if not route["top_k"] <= 32 <= router <= MOST_KEYS:
+        return f"top {route['top_k']} of {router} experts, the kernel has at most 32 of 32 to {MOST_KEYS}"
+    return _needs_halves(region) or (None if configs(region) else "two slots do not fit shared memory")
+
+
+def _needs_halves(region: Region) -> str | None:
+    """Gate and up must be the last rows of the projection, side by side."""
+    if "a" not in region.binding:
+        return None
+    views = [region.maker(name) for name in ("gate", "up")]
+    (start, middle), (again, end) = ((v.attrs["start"], v.attrs["stop"]) for v in views if v is not None)
+    if again != middle or middle - start != end - middle or end != region.value("weight").shape[0]:
+        return "gate and up are not the last rows of one projection"
+    return None
+
+
+def _fits(region: Region, slots: int) -> bool:
+    router, plain, pairs = row_groups(region)
+    tokens, columns = region.value("x").shape
+    plan = Static(
+        tokens=tokens, columns=columns, router=router, plain=plain, pairs=pairs, top_k=1, blocks=1, slots=slots,
+        stride_x=0, stride_f=0, stride_a=0, beta=1.0, linear_beta=1.0, renormalize=True, scaling=1.0, dependent=False)
+    return plan.place()["end"] <= SHARED_LIMIT
+
+
+def configs(region: Region) -> list[dict[str, Any]]:
+    """As much in flight as fits first; fewer slots leave room for a neighbour's blocks."""
+    return [{"slots": slots} for slots in (12, 8, 6, 4, 2) if _fits(region, slots)]
+
+
+def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    """Logits on their way to the warp that routes, for this launch and the one before (zero is "not yet"), and a count
+    of launches for each thread block."""
+    rows, experts = region.value("x").shape[0], region.value("router").shape[0]
+    return {"logits": Scratch((PARITIES, rows, experts), "i32", zeroed=True, kept=True),
+            "epochs": Scratch((MOST_BLOCKS,), "i32", zeroed=True, kept=True)}
+
+
+def _define(name: str, shared: bool, note: str) -> KernelDef:
+    lines = ["logits = linear(x, router)", "f = linear(x, weight)"]
+    lines += ["gate = slice(f)", "up = slice(f)", "a = situ_and_mul(gate, up)"] if shared else []
+    lines += ["ids, weights = router_topk(logits, bias)", "-> f, a, ids, weights" if shared else "-> f, ids, weights"]
+    return KernelDef(id=f"cute.{name}", pattern="\n".join(lines), entry="k3plan.ops_cute.moe_front:bind", arch=ARCH,
+                     rows=(1, TOKENS), needs=_needs, configs=configs, scratch=scratch, note=note)
+
+
+KERNELS: tuple[KernelDef, ...] = (
+    _define("moe_front", True, "router, latent and shared projections, SiTU and the top-k in one launch"),
+    _define("moe_front_plain", False, "router and latent projections and the top-k in one launch"),
+)
