@@ -1,0 +1,72 @@
+"""Where the sum over ranks with attention residuals fits, its configurations and workspace. No cutlass here."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..compiler.call import Scratch
+from ..compiler.kernel import KernelDef, Region
+from .protocol import FRAGMENT_WORDS, HEALTH_WORDS, PROTOCOL
+
+ENTRY = "k3plan.ops_cute.all_reduce_attn_res:bind"
+ARCH = ("sm_90", "sm_100", "sm_103")
+LANES = 32
+MOST_BLOCKS = 8  # finished blocks of layers that fit a thread's registers
+MOST_CLUSTER = 8  # every GPU grants a cluster of 8
+MOST_RANKS = 32  # a report has a bit for each
+ONE_SHOT_ROWS = 8  # above it every rank would send too much to every other
+
+
+def mailbox(ranks: int, fragments: int, blocks: int) -> dict[str, Scratch]:
+    """What an exchange of ``fragments`` a rank needs when ``blocks`` blocks of threads count an epoch each."""
+    return {"mailbox": Scratch((PROTOCOL.parities, ranks, fragments * FRAGMENT_WORDS), "i32", zeroed=True, kept=True),
+            "epochs": Scratch((blocks,), "i32", zeroed=True, kept=True),
+            "health": Scratch((HEALTH_WORDS,), "i32", zeroed=True, kept=True)}
+
+
+def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    rows, width = region.value("x").shape
+    return mailbox(int(region.attrs("all_reduce")["ranks"]), rows * width // 8, rows * config["cluster"])
+
+
+def configs(region: Region) -> list[dict[str, Any]]:
+    """Clusters whose threads have a fragment of 8 columns each, the fewest idle threads first."""
+    fragments = region.value("x").shape[1] // 8
+    found = []
+    for cluster in range(min(MOST_CLUSTER, -(-fragments // LANES)), 0, -1):
+        threads = LANES * -(-fragments // (cluster * LANES))
+        if threads <= 256:
+            found.append({"cluster": cluster, "threads": threads})
+    return sorted(found, key=lambda c: (c["cluster"] * c["threads"] - fragments, -c["cluster"]))
+
+
+def _needs(region: Region) -> str | None:
+    blocks = sum(node.op == "attn_res" and len(node.inputs) - 2 for node in region.nodes)
+    if not 1 <= blocks <= MOST_BLOCKS:
+        return f"{blocks} blocks, the kernel takes 1 to {MOST_BLOCKS}"
+    ranks = int(region.attrs("all_reduce")["ranks"])
+    if ranks > MOST_RANKS:
+        return f"{ranks} ranks, the kernel takes {MOST_RANKS}"
+    value = region.value("x")
+    if value.dtype != "bf16":
+        return f"x is {value.dtype}, the kernel adds bf16"
+    if value.shape[1] % 8:
+        return f"rows of {value.shape[1]}, not whole fragments of 8"
+    if not configs(region):
+        return f"rows of {value.shape[1]}, at most {8 * MOST_CLUSTER * 256}"
+    return None
+
+
+MIX = "m = attn_res(score, p, ...)\nh = rms_norm(m, weight)\n-> p, h"
+
+
+def _define(name: str, pattern: str, note: str) -> KernelDef:
+    return KernelDef(id=f"cute.{name}", pattern=f"{pattern}\n{MIX}", entry=ENTRY, arch=ARCH, rows=(1, ONE_SHOT_ROWS),
+                     needs=_needs, scratch=scratch, configs=configs, note=note)
+
+
+KERNELS: tuple[KernelDef, ...] = (
+    _define("all_reduce_add_attn_res", "y = all_reduce(x)\np = residual_add(prefix, y)",
+            "sum over ranks, residual, mix over the blocks, norm; a cluster for each row"),
+    _define("all_reduce_attn_res", "p = all_reduce(x)", "the same where a block begins"),
+)
