@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .compiler.errors import AddressError
     from .compiler.plan import LaunchPlan, load_plan
     from .compiler.reading.source import load_spec
     from .face import compile_buckets, compile_plan, patch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .graphs.module.step import DecodeStep
 
 _HOME = {
+    "AddressError": ".compiler.errors",
     "LaunchPlan": ".compiler.plan", "load_plan": ".compiler.plan", "load_spec": ".compiler.reading.source",
     "compile_plan": ".face", "compile_buckets": ".face", "patch": ".face", "Executable": ".graphs.bind",
     "bind": ".graphs.bind",
@@ -23,8 +25,8 @@ _HOME = {
     "DecodeStep": ".graphs.module.step",
 }
 __all__ = [
-    "Checkpoint", "DecodeLayer", "DecodeStep", "Executable", "LaunchPlan", "bind", "compile_buckets", "compile_plan",
-    "load_plan", "load_spec", "patch",
+    "AddressError", "Checkpoint", "DecodeLayer", "DecodeStep", "Executable", "LaunchPlan", "bind", "compile_buckets",
+    "compile_plan", "load_plan", "load_spec", "patch",
 ]
 
 
