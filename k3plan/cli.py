@@ -65,12 +65,21 @@ def compile_(plan: PlanFile, set_: Overrides = None,
 
 
 @app.command()
-def explain(plan: PlanJson, what: Annotated[str, typer.Argument(help="Launch, node, tensor or kernel.")]) -> None:
-    """Say why a launch is as it is: its kernel, its cost, and each kernel that lost with the reason."""
+def explain(plan: Annotated[str, typer.Argument(metavar="PLAN|CODE", help="Launch plan, or alone: a finding's code "
+                                                "(CG-003), a CUDA error's number, name or text.", show_default=False)],
+            what: Annotated[str, typer.Argument(help="Launch, node, tensor or kernel of the plan.")] = "") -> None:
+    """Say why a launch is as it is: its kernel, its cost, and each kernel that lost. Or what a code or error means."""
     from .compiler.explain import explain as explain_plan
     from .compiler.plan import load_plan
 
-    typer.echo(explain_plan(load_plan(plan), what))
+    if what:
+        typer.echo(explain_plan(load_plan(plan), what))
+    elif Path(plan).exists():
+        raise typer.BadParameter("name a launch, node, tensor or kernel of the plan as well")
+    else:
+        from .graphs.debug.codes import explain_code
+
+        typer.echo(explain_code(plan))
 
 
 @app.command()

@@ -1,13 +1,16 @@
 """``k3plan graph``: commands that look into a captured graph. Parses, calls, prints, as ``cli.py`` does."""
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from .compiler.errors import Origin
     from .compiler.plan import LaunchPlan
+    from .graphs.debug.check_session import Said
     from .graphs.debug.record import Record
 
 graph_app = typer.Typer(no_args_is_help=True, help="Look into a captured graph: inspect, time, diff and more.")
@@ -134,3 +137,87 @@ def report(source: Annotated[Path, typer.Argument(help="Capture, launch plan or 
     wanted = {"html": out or (None if json_ else Path("report.html")), "perfetto": perfetto, "dot": dot, "svg": svg}
     for line in write_all(sources, wanted, layer=layer, whole=whole):
         typer.echo(line, err=json_)
+
+
+PlanOrYaml = Annotated[Path, typer.Argument(help="Plan file (YAML) or launch plan.", show_default=False)]
+
+
+def _plan_and_origins(path: Path, settings: list[str]) -> tuple[LaunchPlan, dict[str, Origin]]:
+    """The plan, and where its plan file says what; a launch plan knows no lines."""
+    from .compiler.plan import load_plan
+    from .compiler.reading.source import load_spec
+    from .face import compile_plan
+
+    if path.suffix in (".yaml", ".yml"):
+        return compile_plan(path, settings), dict(load_spec(path, settings).origins)
+    return load_plan(path), {}
+
+
+def _say(said: Said, as_json: bool) -> None:
+    typer.echo(json.dumps(said.as_json(), indent=1) if as_json else str(said))
+    raise typer.Exit(int(said.failed))
+
+
+@graph_app.command()
+def lint(plan: PlanOrYaml, set_: Overrides = None, rows: Rows = "",
+         plan_only: Annotated[bool, typer.Option("--plan-only", help="Run nothing.")] = False,
+         json_: AsJson = False) -> None:
+    """Run two eager steps and say what would break a capture or be frozen into it. Exits with 1 on an error found."""
+    from .graphs.debug.check_session import lint_bound
+
+    compiled, origins = _plan_and_origins(plan, [*(set_ or ()), *_row_settings(rows)])
+    _say(lint_bound(compiled, origins, plan_only=plan_only), json_)
+
+
+@graph_app.command()
+def capture(plan: PlanOrYaml, set_: Overrides = None, rows: Rows = "",
+            live: Annotated[bool, typer.Option("--live", help="Warm up on live rows instead of padding.")] = False,
+            mode: Annotated[str, typer.Option(help="CUDA's error mode.")] = "thread_local",
+            json_: AsJson = False) -> None:
+    """Capture a step and name the first launch that broke the capture, and what still works after it."""
+    from .graphs.debug.check_session import capture_bound
+
+    compiled, origins = _plan_and_origins(plan, [*(set_ or ()), *_row_settings(rows)])
+    _say(capture_bound(compiled, origins, live=live, mode=mode), json_)
+
+
+@graph_app.command()
+def verify(plan: PlanOrYaml, set_: Overrides = None, rows: Rows = "",
+           replays: Annotated[int, typer.Option(help="Replays to compare.", min=1)] = 3,
+           tolerance: Annotated[float, typer.Option(help="Relative rms error; 0 asks for equal bytes.")] = 0.0,
+           live: Annotated[int | None, typer.Option(help="Live sequences; the others are padding.")] = None,
+           reference: Annotated[bool, typer.Option(help="Hold each launch against its ops as well.")] = True,
+           json_: AsJson = False) -> None:
+    """Hold replays against the eager step and the reference, and padding against what padding may do."""
+    from .graphs.debug.check_session import verify_bound
+
+    compiled, origins = _plan_and_origins(plan, [*(set_ or ()), *_row_settings(rows)])
+    _, said = verify_bound(compiled, origins, replays=replays, tolerance=tolerance, live=live, reference=reference)
+    _say(said, json_)
+
+
+@graph_app.command(context_settings={"ignore_unknown_options": True})
+def crash(command: Annotated[list[str], typer.Argument(help="The command, after --.", show_default=False)],
+          limit: Annotated[float, typer.Option(help="Seconds after which it hangs.")] = 600.0,
+          record: Annotated[Path | None, typer.Option("--capture", help="Record of the graph that it replays.")] = None,
+          plan: PlanOption = None,
+          folder: Annotated[Path, typer.Option(help="For the core dump, the log and the output.")] = Path("crash"),
+          json_: AsJson = False) -> None:
+    """Run a command and name the launch at which it faulted or hung. Exits with 1 when it did."""
+    from .graphs.debug.crash import run_watched
+
+    found = run_watched(command, folder, limit=limit, capture=load_capture(record, plan) if record else None)
+    typer.echo(json.dumps(found.as_json(), indent=1) if json_ else str(found))
+    raise typer.Exit(int(bool(found.findings)))
+
+
+@graph_app.command()
+def explain(what: Annotated[str, typer.Argument(help="CG-003, a CUDA error number, name or text; all: every code.")],
+            json_: AsJson = False) -> None:
+    """Say what a finding or a CUDA error means, how it comes about and what to do. Works without a GPU or a network."""
+    from .graphs.debug.codes import explain_code, explained, listing
+
+    if json_:
+        typer.echo(json.dumps(explained(what), indent=1))
+    else:
+        typer.echo(listing() if what == "all" else explain_code(what))

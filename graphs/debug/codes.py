@@ -9,9 +9,10 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from ...compiler.errors import PlanError
 
@@ -36,7 +37,7 @@ class Code:
 
 
 @dataclass(frozen=True)
-class CudaError:
+class CudaCode:
     """One CUDA error: number, runtime and driver name, CUDA's own words, what causes it in a captured step."""
 
     number: int
@@ -64,9 +65,9 @@ CODES: Mapping[str, Code] = {
 
 
 @cache
-def cuda_errors() -> tuple[CudaError, ...]:
+def cuda_errors() -> tuple[CudaCode, ...]:
     """All errors of the CUDA runtime and driver, by number."""
-    return tuple(CudaError(**{**item, "codes": tuple(item["codes"])}) for item in _read("cuda_errors.json"))
+    return tuple(CudaCode(**{**item, "codes": tuple(item["codes"])}) for item in _read("cuda_errors.json"))
 
 
 def is_code(text: str) -> bool:
@@ -74,24 +75,32 @@ def is_code(text: str) -> bool:
     return bool(re.fullmatch(r"CG-?\d+|-?\d+", text.strip(), re.I) or find_errors(text))
 
 
-def explain_code(text: str) -> str:
-    """What a code, a CUDA error number or an error text means and what to do. Raises PlanError when it is none."""
+def look_up(text: str) -> list[Code | CudaCode]:
+    """Codes that ``text`` names, else the CUDA errors, three at most. Raises PlanError when there is neither."""
     wanted = text.strip()
-    ours = re.findall(r"CG-?(\d+)", wanted, re.I)
-    known = [CODES[f"CG-{int(n):03d}"] for n in ours if f"CG-{int(n):03d}" in CODES]
-    if known or ours:
-        if not known:
-            near = difflib.get_close_matches(f"CG-{int(ours[0]):03d}", CODES, 3, 0.0)
-            raise PlanError(f"no finding has the code {wanted}\n  fix: take one of {', '.join(sorted(near))}, ...")
-        return "\n\n".join(map(str, known))
-    found = find_errors(wanted)
+    ours = [f"CG-{int(n):03d}" for n in re.findall(r"CG-?(\d+)", wanted, re.I)]
+    known: list[Code | CudaCode] = [CODES[code] for code in ours if code in CODES]
+    if ours and not known:
+        near = difflib.get_close_matches(ours[0], CODES, 3, 0.0)
+        raise PlanError(f"no finding has the code {wanted}\n  fix: take one of {', '.join(sorted(near))}, ...")
+    found = known or list[Code | CudaCode](find_errors(wanted)[:3])
     if not found:
         raise PlanError(f"{wanted!r} is no finding code and no CUDA error\n"
                         "  fix: give a code such as CG-003, a number such as 700, or words of CUDA's own message")
-    return "\n\n".join(map(str, found[:3]))
+    return found
 
 
-def find_errors(text: str) -> list[CudaError]:
+def explain_code(text: str) -> str:
+    """What a code, a CUDA error number or an error text means and what to do. Raises PlanError when it is none."""
+    return "\n\n".join(map(str, look_up(text)))
+
+
+def explained(text: str) -> list[dict[str, Any]]:
+    """The same as plain data; "all" is every code."""
+    return [asdict(entry) for entry in (CODES.values() if text == "all" else look_up(text))]
+
+
+def find_errors(text: str) -> list[CudaCode]:
     """CUDA errors that a number, a name or a message names; the longest match first."""
     wanted = text.strip()
     if re.fullmatch(r"-?\d+", wanted):

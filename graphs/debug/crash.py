@@ -24,7 +24,7 @@ from ...compiler.knobs import LAUNCH_LOG
 from ...compiler.ops import OPS
 from ...compiler.plan import LaunchPlan
 from ..bind import Executable
-from .codes import CudaError, find_errors
+from .codes import CudaCode, find_errors
 from .core_dump import SETTINGS, Fault, read_core
 from .findings import Finding, find, render, to_json
 from .record import Record
@@ -205,7 +205,7 @@ class _Place:
         return Finding(found.code, found.severity, self.launch, self.layer, where, found.text, found.fix)
 
 
-def _cuda_error(output: Sequence[str]) -> CudaError | None:
+def _cuda_error(output: Sequence[str]) -> CudaCode | None:
     """The first CUDA error that the output names; what follows it is its echo."""
     for line in output:
         if re.search(r"cuda|CUDA|triton", line):
