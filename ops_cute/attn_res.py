@@ -182,16 +182,18 @@ def _attn_res(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
     inbox = base + p.inbox
     gram = base + p.gram
 
-    if thread == 0:
-        cute.arch.mbarrier_init(barrier, 1)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4 * SUMS * p.parts)
-    cute.arch.cluster_arrive()
+    if cutlass.const_expr(p.parts > 1):
+        if thread == 0:
+            cute.arch.mbarrier_init(barrier, 1)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4 * SUMS * p.parts)
+        cute.arch.cluster_arrive()
     scores = [_score_words(address(at.score), first + 32 * g, r, p) for g in range(FRAGMENTS)]
     weight = [Int32(0), Int32(0)]
     if cutlass.const_expr(p.norm):
         weight = load_words(address(at.weight) + Int64(own) * 2, 2, guard=_inside(own, p), stream=True)
-    cute.arch.cluster_wait()
+    if cutlass.const_expr(p.parts > 1):
+        cute.arch.cluster_wait()
     await_producers(p.dependent)
 
     # the tile first: its products are what everything else waits for
@@ -235,11 +237,16 @@ def _attn_res(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
         if quad < SUMS // 4:
             warps = [load_shared(base + 16 + 4 * SUMS * w + 16 * quad, 4) for w in range(p.warps)]
             sums = [total(list(values)) for values in zip(*warps, strict=True)]
-            for peer in range(p.parts):
+            if cutlass.const_expr(p.parts == 1):
+                store_shared(inbox + 16 * quad, sums)
+            for peer in range(p.parts if p.parts > 1 else 0):
                 place = peer_address(inbox + 4 * SUMS * part + 16 * quad, Int32(peer))
                 send(place, sums, peer_address(base, Int32(peer)))
-    cute.arch.mbarrier_wait(barrier, 0)
-    cute.arch.cluster_arrive_relaxed()
+    if cutlass.const_expr(p.parts > 1):
+        cute.arch.mbarrier_wait(barrier, 0)
+        cute.arch.cluster_arrive_relaxed()
+    else:
+        cute.arch.sync_threads()
     for start in cutlass.range_constexpr(0, SUMS, p.warps * 32):
         index = thread + start
         if index < SUMS:
@@ -259,7 +266,8 @@ def _attn_res(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
     else:
         mix = [x / whole for x in mix]
     store_words(address(at.h) + _bytes(row, p.stride_h, own), pack(mix), guard=here)
-    cute.arch.cluster_wait()
+    if cutlass.const_expr(p.parts > 1):
+        cute.arch.cluster_wait()
 
 
 def bind(call: Call) -> KernelLaunch:

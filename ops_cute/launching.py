@@ -21,6 +21,7 @@ import ctypes
 import dataclasses
 import hashlib
 import inspect
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -291,6 +292,13 @@ def _configuration(launch: KernelLaunch) -> Any:
         attributes.append(edge)
     config.attrs, config.numAttrs = attributes, len(attributes)
     return config
+
+
+def row_alignment(tensor: torch.Tensor) -> int:
+    """Bytes, 16 at most, that divide the address of every row of a matrix."""
+    at = int(tensor.storage_offset()) * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
+    step = row_stride(tensor) * tensor.element_size() if tensor.shape[0] > 1 else 0
+    return math.gcd(ALIGNMENT, at, step)
 
 
 def row_stride(tensor: torch.Tensor) -> int:

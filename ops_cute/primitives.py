@@ -25,7 +25,7 @@ def ptx(text: str, results: Sequence[Any], operands: Sequence[Any], *, tied: int
     letters += [] if pure else ["~{memory}"]
     kinds = [kind.mlir_type for kind in results]
     made = llvm.inline_asm(
-        None if not kinds else kinds[0] if len(kinds) == 1 else llvm.StructType.get_literal(kinds),
+        None if not kinds else kinds[0] if len(kinds) == 1 else llvm.StructType.get_literal(kinds),  # type: ignore[attr-defined]
         [value.ir_value() for value in operands], text, ",".join(letters), has_side_effects=not pure,
         is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT)
     if len(results) < 2:
@@ -64,6 +64,22 @@ def load_words(at: Any, count: int = 4, *, guard: Any = None, stream: bool = Fal
     return [found] if count == 1 else found
 
 
+def load_half(at: Any, *, guard: Any = None) -> Any:
+    """2 bytes in the lower half of a word, zero above."""
+    if guard is None:
+        return ptx("ld.global.u16 $0, [$1];", [Int32], [at])
+    return ptx("{ .reg .pred g; setp.ne.b32 g, $2, 0; mov.b32 $0, 0; @g ld.global.u16 $0, [$1]; }", [Int32],
+               [at, Int32(guard)])
+
+
+def load_bytes(at: Any, count: int, alignment: int, *, guard: Any = None) -> Words:
+    """``count`` bytes (a multiple of 4) as words, by the widest loads that ``alignment`` allows (2 at least)."""
+    size = min(count, alignment, 16)
+    if size >= 4:
+        return [word for i in range(0, count, size) for word in load_words(at + i, size // 4, guard=guard)]
+    return [load_half(at + i, guard=guard) | (load_half(at + i + 2, guard=guard) << 16) for i in range(0, count, 4)]
+
+
 def store_words(at: Any, words: Words, *, guard: Any = None) -> None:
     """Stores 1, 2 or 4 words, where ``guard`` is true."""
     count = len(words)
@@ -73,6 +89,15 @@ def store_words(at: Any, words: Words, *, guard: Any = None) -> None:
         ptx(text, [], [at, *words])
     else:
         ptx(f"{{ .reg .pred g; setp.ne.b32 g, ${count + 1}, 0; @g {text} }}", [], [at, *words, Int32(guard)])
+
+
+def store_half(at: Any, word: Any, *, guard: Any = None) -> None:
+    """Stores the lower 2 bytes of a word, where ``guard`` is true."""
+    if guard is None:
+        ptx("{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0], h; }", [], [at, word])
+    else:
+        ptx("{ .reg .pred g; .reg .b16 h; setp.ne.b32 g, $2, 0; cvt.u16.u32 h, $1; @g st.global.b16 [$0], h; }", [],
+            [at, word, Int32(guard)])
 
 
 # numbers
@@ -107,6 +132,11 @@ def exp2(x: Any) -> Any:
 def exp(x: Any) -> Any:
     """e^x through ``exp2``."""
     return exp2(x * 1.4426950408889634)
+
+
+def log(x: Any) -> Any:
+    """Natural logarithm, absolute error below 1e-6 near 1."""
+    return ptx("lg2.approx.ftz.f32 $0, $1;", [Float32], [x], pure=True) * 0.6931471805599453
 
 
 def rsqrt(x: Any) -> Any:
@@ -164,6 +194,25 @@ def lane_value(value: Any, lane: Any) -> Any:
     return cute.arch.shuffle_sync(value, lane)
 
 
+def sum_each(values: Sequence[Any], lane: Any) -> Any:
+    """Sums over the lanes of a warp of a power of two of values: lane l holds that of value ``l mod len(values)``.
+
+    A step halves the values that a lane is responsible for, so that n values cost n + 4 shuffles at most, not 5 n.
+    """
+    held, step = list(values), len(values) // 2
+    while step:
+        upper = (lane & step) != 0
+        kept = [select(upper, held[i + step], held[i]) for i in range(step)]
+        sent = [select(upper, held[i], held[i + step]) for i in range(step)]
+        held = [mine + lane_xor(other, step) for mine, other in zip(kept, sent, strict=True)]
+        step //= 2
+    value, step = held[0], len(values)
+    while step < WARP:
+        value = value + lane_xor(value, step)
+        step *= 2
+    return value
+
+
 def sum_lanes(value: Any, lanes: int = WARP) -> Any:
     """The sum over ``lanes`` neighbouring lanes, in each of them."""
     while lanes > 1:
@@ -180,13 +229,17 @@ def peer_address(at: Any, rank: Any) -> Any:
     return ptx("mapa.shared::cluster.u32 $0, $1, $2;", [Int32], [at, rank], pure=True)
 
 
-def send(at: Any, values: Sequence[Any], barrier: Any) -> None:
-    """Stores 1 or 4 fp32 at a cluster address and counts their bytes at the barrier beside them."""
-    names = ", ".join(f"${i + 1}" for i in range(len(values)))
-    form = ".v4" if len(values) == 4 else ""
-    place = f"{{{names}}}" if form else names
-    ptx(f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{form}.f32 [$0], {place}, "
-        f"[${len(values) + 1}];", [], [at, *values, barrier])
+def send(at: Any, values: Sequence[Any], barrier: Any, *, guard: Any = None) -> None:
+    """Stores 1 or 4 fp32 at a cluster address and counts their bytes at the barrier beside them, where ``guard`` is
+    true."""
+    count = len(values)
+    names = ", ".join(f"${i + 1}" for i in range(count))
+    form, place = (".v4", f"{{{names}}}") if count == 4 else ("", names)
+    text = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{form}.f32 [$0], {place}, [${count + 1}];"
+    if guard is None:
+        ptx(text, [], [at, *values, barrier])
+    else:
+        ptx(f"{{ .reg .pred g; setp.ne.b32 g, ${count + 2}, 0; @g {text} }}", [], [at, *values, barrier, Int32(guard)])
 
 
 def load_shared(at: Any, count: int = 1) -> Any:

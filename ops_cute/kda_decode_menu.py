@@ -1,0 +1,83 @@
+"""Where ``cute.kda_decode`` and ``cute.kda_verify`` fit and their launch configurations. No cutlass here."""
+from __future__ import annotations
+
+from typing import Any
+
+from ..compiler.kernel import KernelDef, Region
+
+ENTRY = "k3plan.ops_cute.kda_decode:bind"
+ARCH = ("sm_90", "sm_100", "sm_103")
+ROWS = (1, 64)
+TAPS = 4  # of the short convolution
+QUERY = 8  # most rows of one sequence: columns of one operand of the matrix units
+WAVE = 132  # thread blocks that surely run at once, one a multiprocessor
+
+PATTERN = """
+raw = linear(f_a, f_b)
+q_act, k_act, v_act, window_next = kda_conv(q, k, v, window, weight_q, weight_k, weight_v, slots, positions{after})
+decay = kda_gate(raw, a_log, dt_bias)
+o, state_next{record} = {rule}
+y = gated_rms_norm(o, gate, norm)
+-> y, window_next, state_next{record}
+"""
+DECODE = PATTERN.format(
+    after="", record="", rule="kda_delta_rule(q_act, k_act, v_act, decay, beta, state, slots, positions)")
+VERIFY = PATTERN.format(
+    after=", accepted", record=", record_next",
+    rule="kda_verify(q_act, k_act, v_act, decay, beta, state, record, slots, positions, accepted)")
+
+
+def lanes_of(width: int, splits: int, warps: int) -> int:
+    """Threads that share a row of the state, in a block of ``warps`` with ``width / splits`` rows."""
+    return 32 * warps * splits // width
+
+
+def configs(region: Region) -> list[dict[str, Any]]:
+    """Candidates; first the largest split of a head that still runs in one wave, with the fewest warps."""
+    sequences, _, heads, width = _sizes(region)
+    found = [{"splits": s, "warps": w} for s in (1, 2, 4, 8, 16) for w in (4, 8)
+             if 32 * w >= width and 2 <= lanes_of(width, s, w) <= 32 and 4 <= width // lanes_of(width, s, w) <= 64]
+    fitting = [c["splits"] for c in found if sequences * heads * c["splits"] <= WAVE]
+    best = min(max(fitting, default=found[0]["splits"]), 8)
+    return sorted(found, key=lambda c: (abs(c["splits"].bit_length() - best.bit_length()), c["splits"], c["warps"]))
+
+
+def _sizes(region: Region) -> tuple[int, int, int, int]:
+    """Sequences, query rows, heads and head width."""
+    _, heads, width, _ = region.value("state").shape
+    return region.value("slots").shape[0], region.attrs("kda_conv")["query"], heads, width
+
+
+def needs(region: Region) -> str | None:
+    """Shapes and dtypes that the kernel reads."""
+    _, query, _, width = _sizes(region)
+    inner = region.value("f_b").shape[1]
+    if width not in (64, 128, 256):
+        return f"head width {width} is not 64, 128 or 256"
+    if region.value("state").shape[3] != width:
+        return f"key width {region.value('state').shape[3]}, value width {width}"
+    if inner % 32 or inner > 256:
+        return f"{inner} inputs of the gate projection are not a multiple of 32 up to 256"
+    if region.value("weight_q").shape[1] != TAPS:
+        return f"{region.value('weight_q').shape[1]} taps, the kernel has {TAPS}"
+    if region.value("norm").shape != (width,):
+        return f"the output norm is over {region.value('norm').shape[0]} values, a head has {width}"
+    if query > QUERY:
+        return f"{query} rows a sequence, at most {QUERY} are unrolled"
+    if (region.has("kda_verify")) != (query > 1):
+        return "a verify step of one row"
+    for name in ("q", "k", "v", "gate", "beta", "f_a", "f_b", "window"):
+        if region.value(name).dtype != "bf16":
+            return f"{name} is {region.value(name).dtype}, the kernel reads bf16"
+    for name in ("weight_q", "weight_k", "weight_v", "a_log", "dt_bias", "norm"):
+        if region.value(name).dtype != "fp32":
+            return f"{name} is {region.value(name).dtype}, the kernel reads fp32"
+    return None
+
+
+KERNELS: tuple[KernelDef, ...] = (
+    KernelDef(id="cute.kda_decode", pattern=DECODE, entry=ENTRY, arch=ARCH, rows=ROWS, needs=needs, configs=configs,
+              note="gate projection, convolution, delta rule and gated norm of one row a sequence; a cluster a head"),
+    KernelDef(id="cute.kda_verify", pattern=VERIFY, entry=ENTRY, arch=ARCH, rows=ROWS, needs=needs, configs=configs,
+              note="the same for 2 to 8 rows a sequence, with the accepted rows of the previous step folded in"),
+)
