@@ -25,7 +25,6 @@ from .launch import allocate, bind_region, scratch_of
 from .tune import Job, Outcome, jobs, time_job
 
 PATIENCE_SECONDS = 60.0  # for one job; a kernel that hangs is a failure like another
-CONFIGS_PER_TASK = 4
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Workload:
     time_one: Callable[..., Any] = time_region
 
     def jobs(self) -> list[Job]:
-        """Jobs of the kernels whose id contains one of ``only`` (parts between commas), each with at most ``most_configs`` candidates."""
+        """Jobs of the kernels whose id contains one of ``only`` (parts between commas), with ``most_configs`` at most."""
         wanted = [job for job in jobs(self.spec, self.load_kernels(), self.rows) if self._wants(job.region.kernel.id)]
         return [replace(job, configs=job.configs[: self.most_configs]) for job in wanted]
 
@@ -52,7 +51,7 @@ def tune(work: Workload, *, seconds: float = float("inf"), say: Callable[[str], 
     """Outcomes of all jobs, as they come. Stops starting jobs when ``seconds`` are spent, and says so."""
     started = time.perf_counter()
     todo = work.jobs()
-    compile_all(work, len(todo))
+    compile_all(work, [(i, k) for i, job in enumerate(todo) for k in range(len(job.configs))])
     say(f"{len(todo)} shapes, {sum(len(j.configs) for j in todo)} configurations, compiled in "
         f"{time.perf_counter() - started:.0f} s")
     pending = list(range(len(todo)))[::-1]
@@ -132,13 +131,13 @@ def _time_jobs(work: Workload, gpu: int, pipe: Connection) -> None:
                 return  # the context is lost, and with it every later launch
 
 
-def compile_all(work: Workload, count: int) -> None:
-    """Fills the compilers' caches on disk with every configuration, on all cores. What fails here fails again, and is
-    told, when it is timed."""
+def compile_all(work: Workload, wanted: Sequence[tuple[int, int]]) -> None:
+    """Fills the compilers' caches on disk with every configuration, given as job and configuration, on all cores. What
+    fails here fails again, and is told, when it is timed."""
     cores = max(1, len(os.sched_getaffinity(0)) - 1)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(cores, count), context, initializer=_prepare, initargs=(work,)) as pool:
-        list(pool.map(_compile_job, range(count), chunksize=CONFIGS_PER_TASK))
+    with ProcessPoolExecutor(min(cores, len(wanted)), context, initializer=_prepare, initargs=(work,)) as pool:
+        list(pool.map(_compile_one, *zip(*wanted, strict=True)))
 
 
 _todo: list[Job] = []  # of a process that compiles
@@ -148,12 +147,10 @@ def _prepare(work: Workload) -> None:
     _todo[:] = work.jobs()
 
 
-def _compile_job(index: int) -> None:
+def _compile_one(index: int, config: int) -> None:
     job = _todo[index]
-    tensors = random_inputs(job.region, "meta")
-    for config in job.configs:
-        with contextlib.suppress(Exception):
-            _compile(job, tensors, config)
+    with contextlib.suppress(Exception):
+        _compile(job, random_inputs(job.region, "meta"), job.configs[config])
 
 
 def _compile(job: Job, tensors: dict[str, Any], config: dict[str, Any]) -> None:
