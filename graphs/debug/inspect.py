@@ -277,5 +277,6 @@ def _costs(record: Record) -> str:
     replay = "replay not timed" if record.replay_us is None else f"replay {record.replay_us / 1e3:.3f} ms"
     host = "" if record.host_us is None else f", {record.host_us:.1f} us of the host"
     queued = "" if record.queued_us is None else f", {record.queued_us / 1e3:.3f} ms when queued behind another"
+    host += "".join(f" ({note})" for note in record.notes)
     took = f"captured in {record.capture_s:.2f} s, {size(record.captured_bytes)} taken by the capture"
     return f"{replay}{queued}{host}; {took}"

@@ -12,7 +12,7 @@ from ..bench_step import bind_random, live_inputs
 from ..buckets import bind_buckets, clear_inputs
 from ..random_weights import RankRandom
 from .record import Record
-from .time import time_capture
+from .time import time_capture, time_launches, time_replay
 from .walk import record_capture
 
 
@@ -30,13 +30,15 @@ def record_random(plan: LaunchPlan, *, seed: int = 0, timed: bool = True) -> Rec
 def record_buckets(plans: Sequence[LaunchPlan], *, seed: int = 0, timed: bool = True) -> Iterator[Record]:
     """The same for the plans of several buckets over one set of weights and one pool, most sequences first."""
     _need_gpu()
-    pool = None
+    pool, captured = None, []
     for executable in bind_buckets(plans, RankRandom(seed), device="cuda", transport="loopback").executables:
         clear_inputs(executable)
         step, record = record_capture(executable, pool)
         pool = pool or step.graph.pool()
         executable.write(**live_inputs(executable.plan, seed))
-        yield time_capture(step, record) if timed else record
+        captured.append((step, time_replay(step, record) if timed else record))
+    for step, record in captured:
+        yield time_launches(step, record) if timed else record
 
 
 def bucket_table(records: Sequence[Record]) -> str:

@@ -2,17 +2,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from made_records import made_record, on_streams, small_plan
 
 from k3plan.compiler.errors import RecordError
+from k3plan.graphs.debug import time as timing
 from k3plan.graphs.debug.record import Node, Record
-from k3plan.graphs.debug.time import Span, match, with_times
+from k3plan.graphs.debug.time import Span, match, time_replay, with_times
 from k3plan.graphs.debug.time_table import by_kind, show_kinds, show_times, times_json, totals
 
 PLAN = small_plan()
-RECORD = made_record(PLAN)
+RECORD = replace(made_record(PLAN), replay_us=260.0)
 
 
 def chain(busy: float, every: float) -> list[Span]:
@@ -20,18 +22,17 @@ def chain(busy: float, every: float) -> list[Span]:
 
 
 def test_shares_add_up_to_the_step() -> None:
-    timed = with_times(RECORD, [chain(4.0, 5.0)], 260.0, 9.0)
+    timed = with_times(RECORD, [chain(4.0, 5.0)])
     count = len(timed.launches)
     assert totals(timed)["us"] == pytest.approx(5.0 * count - 1.0)
     assert totals(timed)["busy_us"] == pytest.approx(4.0 * count)
     assert totals(timed)["gap_us"] == pytest.approx(count - 1.0)
-    assert (timed.replay_us, timed.host_us) == (260.0, 9.0)
     assert timed.launches[1].us == 5.0
 
 
 def test_overlap_is_counted_once() -> None:
     """With programmatic edges a kernel starts early and waits: its duration is not its share."""
-    timed = with_times(RECORD, [chain(7.0, 5.0)], None, None)
+    timed = with_times(RECORD, [chain(7.0, 5.0)])
     assert totals(timed)["us"] == pytest.approx(5.0 * len(timed.launches) + 2.0)
     assert totals(timed)["gap_us"] == 0.0
     assert timed.launches[3].busy_us == 7.0
@@ -41,19 +42,19 @@ def test_overlap_is_counted_once() -> None:
 def test_a_kernel_hidden_behind_another_costs_nothing() -> None:
     spans = chain(5.0, 5.0)
     spans[10], spans[11] = Span(50.0, 60.0), Span(52.0, 55.0)
-    timed = with_times(RECORD, [spans], None, None)
+    timed = with_times(RECORD, [spans])
     assert timed.launches[11].us == 5.0  # ends first, so the other's share is what is left
     assert timed.launches[10].us == 5.0
     assert totals(timed)["us"] == pytest.approx(max(s.end for s in spans))
 
 
 def test_the_median_of_replays() -> None:
-    timed = with_times(RECORD, [chain(4.0, 5.0), chain(4.0, 50.0), chain(4.0, 6.0)], None, None)
+    timed = with_times(RECORD, [chain(4.0, 5.0), chain(4.0, 50.0), chain(4.0, 6.0)])
     assert timed.launches[7].us == 6.0
 
 
 def test_kinds_sum_to_the_totals() -> None:
-    timed = with_times(RECORD, [chain(4.0, 5.0)], None, None)
+    timed = with_times(RECORD, [chain(4.0, 5.0)])
     kinds = by_kind(PLAN, timed)
     assert sum(k.count for k in kinds) == len(PLAN.launches)
     assert sum(k.us for k in kinds) == pytest.approx(totals(timed)["us"])
@@ -78,7 +79,7 @@ def test_a_second_stream_in_the_plan() -> None:
 
 
 def test_tables_and_their_json() -> None:
-    timed = with_times(RECORD, [chain(4.0, 5.0)], 260.0, 9.0)
+    timed = with_times(RECORD, [chain(4.0, 5.0)])
     text = show_times(PLAN, timed, "launch")
     assert len(text.splitlines()) == len(PLAN.launches) + 4
     assert text.splitlines()[-1].endswith(f"{5.0 * len(PLAN.launches) - 1:.1f}")
@@ -93,3 +94,23 @@ def test_tables_and_their_json() -> None:
 def test_what_cannot_be_shown(record: Record, by: str, message: str) -> None:
     with pytest.raises(RecordError, match=message):
         show_times(PLAN, record, by)
+
+
+class Step:
+    """A captured step whose clock is made up."""
+
+    def time_us(self) -> float:
+        return 300.0
+
+    def queued_us(self) -> float:
+        return 290.0
+
+    def host_us(self) -> float:
+        return 9.0
+
+
+def test_times_after_a_profile_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = time_replay(Step(), RECORD)
+    assert (first.replay_us, first.queued_us, first.host_us, first.notes) == (300.0, 290.0, 9.0, ())
+    monkeypatch.setattr(timing, "_profiled", True)
+    assert time_replay(Step(), RECORD).notes == (timing.PROFILED,)
