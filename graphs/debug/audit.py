@@ -89,8 +89,9 @@ def explain_break(tripwire: Tripwire, error: BaseException | None, mode: str, st
     yield find(code, text, plan=plan, launch=launch, origins=origins, where=f"{where}{ops}" if where else None)
     yield from observations(tripwire, origins)
     if state:
+        mild = all("works" in trial or "bytes" in trial for trial in state)
         yield find("CG-015", f"the capture failed; in this process now: {'; '.join(state)}", plan=plan,
-                   origins=origins)
+                   origins=origins, severity="warning" if mild else "")
 
 
 def _classify(tripwire: Tripwire, broken: Break, own: Sequence[Event], error: BaseException | None, mode: str
@@ -198,7 +199,8 @@ def process_state(executable: Executable) -> tuple[str, ...]:
             said.append(f"{name} works")
         except Exception as error:
             said.append(f"{name} fails ({first_line(error)})")
-    return tuple(said)
+    held = sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0))
+    return (*said, f"{held} bytes stay in pools of graphs") if held else tuple(said)
 
 
 def _place(tripwire: Tripwire, launch: int | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -116,10 +117,10 @@ def tracing(trace: Trace) -> Iterator[Trace]:
 
 
 def trace_step(executable: Executable) -> Trace:
-    """One eager step, traced."""
-    trace = Trace()
+    """One eager step, traced. On a GPU torch also warns of waits that no op shows."""
+    trace, on_gpu = Trace(), executable.ranks[0].arena.device.type == "cuda"
     ends = [*executable.first[1:], len(executable.steps)]
-    with tracing(trace):
+    with tracing(trace), warnings.catch_warnings(record=True) as warned, _warning_of_waits(on_gpu):
         for number, (start, end) in enumerate(zip(executable.first, ends, strict=True)):
             trace.launch = number
             before = _allocations(executable)
@@ -128,7 +129,26 @@ def trace_step(executable: Executable) -> Trace:
             made = _allocations(executable) - before
             if made:
                 trace.events.append(Event(number, "allocate", f"{made} allocations", ""))
+            hidden = [w for w in warned if "synchronizing CUDA operation" in str(w.message)]
+            if hidden and not any(e.kind == "wait" and e.launch == number for e in trace.events):
+                where = f"{hidden[-1].filename}:{hidden[-1].lineno}"
+                trace.events.append(Event(number, "wait", "torch waits for the device", where))
+            warned.clear()
     return trace
+
+
+@contextmanager
+def _warning_of_waits(on_gpu: bool) -> Iterator[None]:
+    if not on_gpu:
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    warnings.simplefilter("always")
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _watch() -> Callable[[Any], AbstractContextManager[None]] | None:

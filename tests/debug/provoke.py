@@ -370,6 +370,22 @@ def state_after_a_failed_capture() -> list[Finding]:
     return [f for f in found if f.code == "CG-015"]
 
 
+@case(21, "CG-015", launch=None, line=False)
+def state_while_a_capture_is_left_open() -> list[Finding]:
+    executable, stream = small_step(device="cuda"), torch.cuda.Stream()
+    executable.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # an engine that caught the error and never ended the capture
+    with torch.cuda.stream(stream), contextlib.suppress(RuntimeError):
+        graph.capture_begin(capture_error_mode="global")
+        executable.run()
+        executable.outputs["tokens"].sum().item()
+    found = [f for f in audit_capture(executable).findings if f.code == "CG-015"]
+    assert any("fails" in f.text for f in found), found
+    return found
+
+
 @case(5, "CG-045", launch="", line=False)
 def warm_up_through_real_slots() -> list[Finding]:
     return list(audit_capture(small_step(device="cuda"), pad=False).findings)
