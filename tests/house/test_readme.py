@@ -54,6 +54,8 @@ def test_k3plan_commands_exist(document: Path) -> None:
     root = typer.main.get_command(importlib.import_module("k3plan.cli").app)
     for line in commands(document.read_text(encoding="utf-8"), "k3plan"):
         words = shlex.split(re.split(r"\s[|>&;]", line)[0])[1:]
+        # behind a bare -- stands another command
+        words = words[: words.index("--")] if "--" in words else words
         command = root
         while words and hasattr(command, "commands") and not words[0].startswith("-"):
             assert words[0] in command.commands, f"`{line}`: known are {sorted(command.commands)}"
