@@ -43,8 +43,6 @@ def _code(tensor: Tensor | None) -> str:
 
 
 def _stale(plan: LaunchPlan, table: Table) -> Iterator[Finding]:
-    for name, held, version in table.sources:
-        tensor = held()
-        if tensor is not None and not tensor.is_inference() and tensor._version != version:
-            yield find("CG-051", f"{name} was written since the packed weights were made from it", plan=plan,
-                       fix="Call prepare(), which packs again into the same storage.")
+    for name in table.stale():
+        yield find("CG-051", f"{name} was written since the packed weights were made from it", plan=plan,
+                   fix="Call prepare(), which packs again into the same storage.")

@@ -46,11 +46,11 @@ class Table:
     """Every tensor that bound steps use, and the version of each tensor that packed weights were made from."""
 
     entries: tuple[Entry, ...]
-    sources: tuple[tuple[str, Held, int], ...] = ()
+    sources: tuple[tuple[str, Held, tuple[int, int]], ...] = ()
 
     def with_sources(self, sources: Mapping[str, Held]) -> Table:
         """The table for packed weights that were made from ``sources`` just now."""
-        return Table(self.entries, tuple((name, held, _version(held())) for name, held in sources.items()))
+        return Table(self.entries, tuple((name, held, _state(held())) for name, held in sources.items()))
 
     def check(self) -> None:
         """Raises AddressError when a tensor has moved or a packed weight is older than its parameter."""
@@ -58,15 +58,18 @@ class Table:
         if moved:
             raise AddressError(_listed("not where the launches use them", moved)
                                + "\n  fix: call rebind(), or build the module on the device where it runs")
-        stale = [f"{name}: written since the packed weights were made from it" for name, held, version in self.sources
-                 if _version(held()) != version]
+        stale = [f"{name}: written since the packed weights were made from it" for name in self.stale()]
         if stale:
             raise AddressError(_listed("newer than the packed weights", stale) + "\n  fix: call prepare()")
 
+    def stale(self) -> list[str]:
+        """Tensors that were written, or replaced, since packed weights were made from them."""
+        return [name for name, held, state in self.sources if _state(held()) != state]
 
-def _version(tensor: Tensor | None) -> int:
-    """How often a tensor was written; tensors of inference mode do not count."""
-    return -1 if tensor is None or tensor.is_inference() else tensor._version
+
+def _state(tensor: Tensor | None) -> tuple[int, int]:
+    """Where a tensor is and how often it was written, which tensors of inference mode do not count."""
+    return (0, 0) if tensor is None else (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
 
 
 def _listed(what: str, findings: list[str]) -> str:

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from ...compiler.errors import BindError
 from ...compiler.plan import LaunchPlan
+from ..buckets import Buckets
 from ..load import TensorSource
 from .hf_cache import CacheMirror
 from .launch_ops import Application, register, run_program
+from .parameters import Parameters
 from .step import STORAGE, DecodeStep
 
 
@@ -30,6 +32,8 @@ class DecodeLayer(DecodeStep):
     """
 
     plain: bool = False
+    program: tuple[Application, ...] = ()
+    mirror: CacheMirror
 
     @classmethod
     def from_plan(cls, plan: LaunchPlan | Sequence[LaunchPlan], checkpoint: TensorSource | Mapping[str, Tensor], *,
@@ -41,12 +45,7 @@ class DecodeLayer(DecodeStep):
                             f"{', '.join(spec.step.outputs)} is not one layer\n"
                             "  fix: compile with model.layers=[i], step.source=hidden and step.outputs=[stream]")
         own = f"{spec.model.tensor_prefix}layers.{spec.layers[0]}."
-        layer = super().from_plan(plan, checkpoint, prefix=own if prefix is None else prefix, **how)
-        layer.mirror, layer.program = CacheMirror(layer.executables[0]), ()
-        return layer
-
-    mirror: CacheMirror
-    program: tuple[Application, ...]
+        return super().from_plan(plan, checkpoint, prefix=own if prefix is None else prefix, **how)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
                 cache: Any = None, use_cache: bool | None = False, *, slots: Tensor | None = None,
@@ -79,6 +78,10 @@ class DecodeLayer(DecodeStep):
         if cache is not None:
             self.mirror.push(cache)
         return out
+
+    def _hold(self, buckets: Buckets, parameters: Parameters | None) -> None:
+        super()._hold(buckets, parameters)
+        self.mirror = CacheMirror(self.executables[0])
 
     def register_operators(self) -> tuple[Application, ...]:
         """Defines the operators of the largest plan; an export needs them. Raises BindError for several ranks."""

@@ -61,6 +61,7 @@ class Parameters:
     views: Mapping[str, Tensor]
     apart: Mapping[str, Tensor]
     packed: frozenset[str]  # weights that are made from tensors apart
+    parts_of: Mapping[str, str]  # name of a view -> the weight that it is a part of
 
     @property
     def all(self) -> dict[str, Tensor]:
@@ -71,6 +72,7 @@ def lay_parameters(weights: Mapping[str, Loadable], ranks: Sequence[Mapping[str,
                    source: TensorSource) -> Parameters:
     """Parameters over the loaded weights of every bound rank; those apart are read from ``source``."""
     views: dict[str, Tensor] = {}
+    parts_of: dict[str, str] = {}
     packed = set()
     for name, weight in weights.items():
         found = dict(_stored_parts(ranks[0][name], weight.recipe, source)) if len(ranks) == 1 else None
@@ -78,13 +80,14 @@ def lay_parameters(weights: Mapping[str, Loadable], ranks: Sequence[Mapping[str,
             packed.add(name)
         else:
             views.update({stored: part for stored, part in found.items() if part is not None})
+            parts_of.update(dict.fromkeys(found, name))
     apart: dict[str, Tensor] = {}
     device = next(iter(ranks[0].values())).device
     for names, shape, _ in stored_tensors(weights[name].recipe for name in packed):
         stored = _name_in(source, names)
         if stored not in views and stored not in apart:
             apart[stored] = source.read(stored, whole(shape)).to(device, copy=True).contiguous()
-    return Parameters(views, apart, frozenset(packed))
+    return Parameters(views, apart, frozenset(packed), parts_of)
 
 
 def _stored_parts(out: Tensor, recipe: Recipe, source: TensorSource) -> Iterator[tuple[str, Tensor | None]]:

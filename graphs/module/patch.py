@@ -62,6 +62,9 @@ def patch_model(model: Any, compile_layer: Callable[[Spec], LaunchPlan], *, sequ
     if getattr(getattr(model, "config", None), "model_type", None) != "kimi_linear" or not hasattr(model, "lm_head"):
         raise BindError(f"{type(model).__name__} is not a KimiLinearForCausalLM of transformers\n"
                         "  fix: for Kimi K3 build a DecodeStep from a plan and its checkpoint")
+    if (gpu == "cpu") != (model.device.type == "cpu"):
+        raise BindError(f"the model is on {model.device}, the plans would be for {gpu}\n"
+                        "  fix: pass gpu='cpu' for a model on the CPU, and the name of its GPU (gpu='h200') otherwise")
     tensors = stored_state(model)
     layers = {}
     for index in range(model.config.num_hidden_layers):
@@ -79,7 +82,7 @@ def layer_spec(model: Any, index: int, *, sequences: int, context: int, gpu: str
     config = model_from_config(model.config.to_dict() | {"dtype": str(model.dtype).removeprefix("torch.")})
     step = Step(sequences, 1, -(-context // PAGE) * PAGE, PAGE, ("stream",), "hidden")
     numerics = Numerics(dtype, dtype, 1.0, "fp32", "bf16")
-    return Spec(config, (index,), Parallel(1, "tp"), step, gpu, numerics, "fused", Choices("auto", "auto", "auto"),
+    return Spec(config, (index,), Parallel(1, "tp"), step, gpu, numerics, "auto", Choices("auto", "auto", "auto"),
                 (sequences,))
 
 

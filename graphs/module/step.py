@@ -77,6 +77,7 @@ class DecodeStep(Tree):
         return module
 
     buckets: Buckets
+    _parameters_kept: Parameters | None
 
     @property
     def executables(self) -> tuple[Executable, ...]:
@@ -182,25 +183,31 @@ class DecodeStep(Tree):
 
         States and caches start empty. Raises BindError when the module keeps no parameters.
         """
-        parts, capturing = self._kept_parameters("build it again with from_plan"), bool(self.graphs)
-        state = {name: held().data for name, held in self._lookups.items()}  # type: ignore[union-attr]
-        assert state.keys() == parts.all.keys(), "a parameter is not in the table"
-        fresh = DecodeStep.from_plan(self.plans, state, device=next(iter(state.values())).device, parameters=True,
-                                     capture=False)
+        self._kept_parameters("build it again with from_plan")
+        plans, capturing = self.plans, bool(self.graphs)
+        held = {name: look_up() for name, look_up in self._lookups.items()}
+        state = {name: tensor.data for name, tensor in held.items() if tensor is not None}
+        # what was bound before makes room first
+        self._modules.pop(STORAGE)
+        self.buckets, self._parameters_kept, self._table = Buckets((), (), ()), None, Table(())
+        fresh = DecodeStep.from_plan(plans, state, device=next(iter(state.values())).device, capture=False)
         self._hold(fresh.buckets, fresh._parameters_kept)
         if capturing:
             self.capture()
 
     def _hold(self, buckets: Buckets, parameters: Parameters | None) -> None:
         """Registers every tensor of ``buckets`` and takes the table of their addresses."""
-        self.buckets, self._parameters_kept = buckets, parameters
+        self.buckets = buckets
+        self._parameters_kept = parameters
         self._modules.clear()
         self._parameters.clear()
         entries = [entry for executable in self.executables for entry in self._register(executable)]
         self._lookups: dict[str, Held] = {}
         if parameters is not None:
             self._lookups = hang(self, parameters.all, self.prefix)
-            entries += [Entry(name, tensor.data_ptr(), tensor.nbytes, self._lookups[name], ())
+            launches = users(self.plans[0])
+            entries += [Entry(name, tensor.data_ptr(), tensor.nbytes, self._lookups[name],
+                              launches.get(parameters.parts_of[name], ()))
                         for name, tensor in parameters.views.items()]
         self._table = Table(tuple(entries))
         self._refresh()
@@ -240,8 +247,8 @@ class DecodeStep(Tree):
 
     def _refresh(self) -> None:
         """Takes the versions that packed weights now correspond to."""
-        apart = self._parameters_kept.apart if self._parameters_kept else {}
-        self._table = self._table.with_sources({name: self._lookups[name] for name in apart})
+        parts = self._parameters_kept
+        self._table = self._table.with_sources({name: self._lookups[name] for name in (parts.apart if parts else ())})
         self._touch()
 
     def _touch(self) -> None:

@@ -86,6 +86,9 @@ def test_parameters_are_those_of_the_layer(layers: list[DecodeLayer], checkpoint
     layer.storage.sequences2.rank0.L1__attn__cache = torch.zeros(1)
     with pytest.raises(AddressError, match=r"L1.attn.cache"):
         layer(x, position_ids=at, blocks=[x])
+    layer.rebind()
+    assert_close(layer(x, position_ids=at, blocks=[x]), wanted, **EXACT)
+    assert layer.mirror.tensors is layer.executables[0].ranks[0].tensors
     whole = compile_spec(spec_of(tmp_path, folder))
     with pytest.raises(BindError, match=r"is not one layer\n  fix: compile with model.layers"):
         DecodeLayer.from_plan(whole, checkpoint)

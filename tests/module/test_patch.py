@@ -265,6 +265,8 @@ def test_what_cannot_be_patched(model: Any, patched: Patched) -> None:
     patched.restore()
     with pytest.raises(BindError, match="not a KimiLinearForCausalLM"):
         k3plan.patch(torch.nn.Linear(2, 2))
+    with pytest.raises(BindError, match=r"is on cpu, the plans would be for h200\n  fix: pass gpu='cpu'"):
+        k3plan.patch(model, gpu="h200")
     with pytest.raises(BindError, match=r"float16\n  fix: load it with"):
         k3plan.patch(make_model(torch.float16))
 

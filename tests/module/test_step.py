@@ -267,7 +267,7 @@ def test_a_parameter_that_was_set_is_refused_until_prepared(step: DecodeStep, pl
     norm = step.language_model.model.norm
     fresh = norm.weight + 1.0
     norm.weight = torch.nn.Parameter(fresh, requires_grad=False)
-    with pytest.raises(AddressError, match=r"language_model.model.norm.weight: bound at"):
+    with pytest.raises(AddressError, match=r"language_model.model.norm.weight: bound at .*; used by head.hidden"):
         step.step(**inputs_at([0], (0,)))
     step.prepare()
     found = logits_of(step)
@@ -285,6 +285,15 @@ def test_a_parameter_written_behind_its_packed_weight_is_stale(step: DecodeStep)
     assert "fix: call prepare()" in str(caught.value)
     step.prepare()
     assert (logits_of(step) - before).abs().max() > 1e-3
+
+
+def test_a_source_of_packed_weights_that_was_set_is_stale(step: DecodeStep) -> None:
+    attention = step.language_model.model.layers.get_submodule("1").self_attn
+    attention.kv_b_proj.weight = torch.nn.Parameter(attention.kv_b_proj.weight.clone(), requires_grad=False)
+    with pytest.raises(AddressError, match=r"kv_b_proj.weight: written since"):
+        step.step(**inputs_at([0], (0,)))
+    step.prepare()
+    step.step(**inputs_at([0], (0,)))
 
 
 def test_a_moved_module_is_refused_until_bound_again(step: DecodeStep) -> None:
