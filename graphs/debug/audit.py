@@ -85,8 +85,7 @@ def explain_break(tripwire: Tripwire, error: BaseException | None, mode: str, st
     own = [e for e in tripwire.trace.events if e.launch == broken.launch and broken.launch is not None]
     code, where, text, number = _classify(tripwire, broken, own, error, mode)
     launch = plan.launches[number] if number is not None else None
-    ops = f", {' + '.join(plan.choice(launch).ops)}" if launch is not None else ""
-    yield find(code, text, plan=plan, launch=launch, origins=origins, where=f"{where}{ops}" if where else None)
+    yield find(code, text, plan=plan, launch=launch, origins=origins, call=where)
     yield from observations(tripwire, origins)
     if state:
         mild = all("works" in trial or "bytes" in trial for trial in state)
@@ -132,9 +131,8 @@ def observations(tripwire: Tripwire, origins: Mapping[str, Origin] | None) -> It
         outside.setdefault(event.launch, event)
     for number, event in outside.items():
         code = "CG-002" if event.stream == 0 else "CG-003"
-        where = f"{event.where}, {' + '.join(plan.choice(plan.launches[number]).ops)}"
         yield tell(code, f"{event.name} runs once, now, and is not in the graph", launch=plan.launches[number],
-                   where=where)
+                   call=event.where)
     for number in tripwire.lost:
         if number not in outside:
             yield tell("CG-013", "the launch left no node in the graph", launch=plan.launches[number])
@@ -143,7 +141,7 @@ def observations(tripwire: Tripwire, origins: Mapping[str, Origin] | None) -> It
     made = [e for e in reversed(tripwire.trace.events) if e.kind in CODE_OF_EVENT and e.launch >= 0]
     for event in {e.launch: e for e in made}.values():  # the first of each launch
         if tripwire.broken is None:
-            yield tell(CODE_OF_EVENT[event.kind], f"{event.name}: {event.kind} inside the capture", where=event.where,
+            yield tell(CODE_OF_EVENT[event.kind], f"{event.name}: {event.kind} inside the capture", call=event.where,
                        launch=plan.launches[event.launch])
     for number, count in tripwire.allocated.items():
         launch: Launch = plan.launches[number]

@@ -38,20 +38,22 @@ class Finding:
 
 
 def find(code: str, text: str, *, plan: LaunchPlan | None = None, launch: Launch | str | None = None,
-         where: str | None = None, origins: Mapping[str, Origin] | None = None, field: str = "",
+         call: str = "", origins: Mapping[str, Origin] | None = None, field: str = "",
          severity: str = "", fix: str = "") -> Finding:
     """A finding with what the catalogue says of ``code`` wherever nothing better is given.
 
-    ``launch`` with its ``plan`` gives layer and place; ``origins`` of the plan file and the dotted ``field`` that the
-    finding is about ("step.context") give its line. Raises ``KeyError`` for a code that the catalogue does not have.
+    ``launch`` with its ``plan`` gives layer and place, ``call`` a line of Python; ``origins`` of the plan file and the
+    dotted ``field`` that the finding is about ("step.context") give its line. Raises ``KeyError`` for a code that the
+    catalogue does not have.
     """
     entry = CODES[code]
     if isinstance(launch, str) and plan is not None:
         launch = next((x for x in plan.launches if x.id == launch), launch)
     known = launch if isinstance(launch, Launch) else None
-    place = where or (place_of(plan, known, origins, field) if plan is not None else None)
+    planned = place_of(plan, known, origins, field) if plan is not None else ""
+    place = ", ".join(part for part in (call, planned) if part)
     return Finding(code, severity or entry.severity, known.id if known else launch if isinstance(launch, str) else None,
-                   known.layer if known else None, place, text, fix or entry.fix)
+                   known.layer if known else None, place or None, text, fix or entry.fix)
 
 
 def place_of(plan: LaunchPlan, launch: Launch | None = None, origins: Mapping[str, Origin] | None = None,

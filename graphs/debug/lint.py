@@ -74,7 +74,7 @@ def _effects(executable: Executable, trace: Trace, origins: Origins | None) -> I
         torch_op = plan.choice(launch).entry.startswith("op:")
         mild = (event.kind == "wait" and not on_gpu) or (event.kind == "allocate" and torch_op)
         yield find(code, _say(event, on_gpu), plan=plan, launch=launch, origins=origins,
-                   where=f"{event.where}, {_ops(plan, launch)}" if event.where else None,
+                   call=event.where,
                    severity="warning" if mild else "")
 
 
@@ -87,10 +87,6 @@ def _say(event: Event, on_gpu: bool) -> str:
         "load": f"{event.name} is loaded in the second step",
         "allocate": f"{event.name} on the device in the second step",
     }.get(event.kind, f"{event.name} is launched on the default stream")
-
-
-def _ops(plan: LaunchPlan, launch: Launch) -> str:
-    return " + ".join(plan.choice(launch).ops)
 
 
 def _differences(plan: LaunchPlan, first: Trace, second: Trace, origins: Origins | None) -> Iterator[Finding]:
@@ -111,7 +107,7 @@ def _differences(plan: LaunchPlan, first: Trace, second: Trace, origins: Origins
             for code, text in _unlike(a, b):
                 if code not in told:
                     told.add(code)
-                    yield tell(code, text, where=f"{b.where}, {_ops(plan, launch)}")
+                    yield tell(code, text, call=b.where)
 
 
 def _unlike(a: Event, b: Event) -> Iterator[tuple[str, str]]:

@@ -85,7 +85,7 @@ def test_a_finding_names_op_layer_and_line() -> None:
 
 
 def test_findings_survive_json() -> None:
-    found = [find("CG-003", "stream 2"), find("CG-054", "12 MB", where="plan.yaml:3:1")]
+    found = [find("CG-003", "stream 2"), find("CG-054", "12 MB", call="engine.py:3")]
     assert from_json(json.loads(json.dumps(to_json(found)))) == found
     assert failed(found)
     assert not failed(found[1:])
