@@ -87,16 +87,13 @@ def _one(table, X: tl.constexpr, Y: tl.constexpr, OWN: tl.constexpr, row, chunk,
     at = base + row * WIDTH + unit
     await_producers(DEPENDENT_LAUNCH)
     epoch = next_epoch(epochs, ARMED)
-    if SCATTER:
-        own = tl.load(x + rank * WIDTH + unit, mask=real, other=0)
-    else:
-        own = tl.load(x + unit, mask=real, other=0)
+    own = tl.load(x + (rank * WIDTH if SCATTER else 0) + unit, mask=real, other=0)
     if PHASE != 2:
         word = make_word(own, epoch, ARMED)
         for peer in tl.static_range(RANKS):
             if SCATTER:
                 word = make_word(tl.load(x + peer * WIDTH + unit, mask=real, other=0), epoch, ARMED)
-            send(table, OWN, peer, word, at, real, epoch, rank, RANKS, SLOT, ARMED)
+            send(table, OWN, peer, word, at, real, epoch, rank, RANKS, SLOT, ALIGN, ARMED)
     if PHASE != 1:
         got = receive(table, OWN, own, at, real, epoch, rank, RANKS, PADDED, SLOT, LIMIT, ALIGN, ARMED)
         if OP == 2:
@@ -179,7 +176,7 @@ def _mix(table, COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, SLIC
     if (PHASE == 0) | (PHASE == 1):
         word = make_word(own, epoch, ARMED)
         for peer in tl.static_range(RANKS):
-            send(table, OWN, peer, word, at, whole, epoch, rank, RANKS, SLOT, ARMED)
+            send(table, OWN, peer, word, at, whole, epoch, rank, RANKS, SLOT, ALIGN, ARMED)
     if PHASE != 1:
         row_epochs = address(table, 7, tl.int32, ALIGN)
         row_epoch = tl.load(row_epochs + row, volatile=True) + 1
@@ -277,7 +274,7 @@ def _stripe(table, COLUMNS: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, K: 
     if PHASE != 2:
         word = make_word(own, epoch, ARMED)
         for peer in tl.static_range(RANKS):
-            send(table, OWN, peer, word, at, real, epoch, rank, RANKS, SLOT, ARMED)
+            send(table, OWN, peer, word, at, real, epoch, rank, RANKS, SLOT, ALIGN, ARMED)
     if PHASE != 1:
         got = receive(table, OWN, own, at, real, epoch, rank, RANKS, PADDED, SLOT, LIMIT, ALIGN, ARMED)
         sender = tl.arange(0, PADDED)[:, None]
@@ -310,7 +307,7 @@ def group_constants(calls: Sequence[Call], links: Sequence[Link],
     assert (parts, dtype) in ((2, torch.int64), (3, torch.int32)), f"a mailbox of {parts} parts of {dtype}"
     assert all(len(link.peers) == ranks for link in links), f"links to {[len(k.peers) for k in links]} of {ranks} ranks"
     return {"RANKS": ranks, "PADDED": _padded(ranks), "SLOT": slot, "LIMIT": calls[0].wait_limit,
-            "ALIGN": alignment(columns), "ARMED": parts == 3, "DEPENDENT_LAUNCH": calls[0].dependent_launch}
+            "ALIGN": alignment(columns, links), "ARMED": parts == 3, "DEPENDENT_LAUNCH": calls[0].dependent_launch}
 
 
 def make_launches(kernel: Any, grid: tuple[int, ...], table: torch.Tensor, constants: dict[str, Any], warps: int,

@@ -23,6 +23,7 @@ launch for all ranks of one device cannot block itself as long as one such group
 ``health`` i32 [8] is written when a bounded wait gives up: 1 + rank, launch, epoch, block, missing words, the ranks
 that they did not come from (a bit each). The first to give up writes; with it set no later wait of the kernel waits.
 """
+# ruff: noqa: SIM102 - the device evaluates both sides of an `and`
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -34,7 +35,6 @@ import triton.language as tl
 
 from ..compiler.call import Call, Link
 from .launching import COLLECT, INTERPRET, PUBLISH, WHOLE
-
 
 # columns after those of the tensors
 BOX, EPOCHS, HEALTH, RANK, NUMBER, PEERS = (tl.constexpr(column) for column in range(6))
@@ -50,9 +50,10 @@ def make_table(calls: Sequence[Call], links: Sequence[Link], columns: Sequence[S
     return torch.tensor(rows, dtype=torch.int64, device=columns[0][0].device)
 
 
-def alignment(columns: Sequence[Sequence[torch.Tensor]]) -> int:
-    """Bytes, 16 at most, that divide the address of every tensor."""
-    return min(16, gcd(*(tensor.data_ptr() for tensors in columns for tensor in tensors)) or 16)
+def alignment(columns: Sequence[Sequence[torch.Tensor]], links: Sequence[Link]) -> int:
+    """Bytes, 16 at most, that divide the address of every tensor and every mailbox."""
+    addresses = [tensor.data_ptr() for tensors in columns for tensor in tensors]
+    return min(16, gcd(*addresses, *(peer for link in links for peer in link.peers)) or 16)
 
 
 @triton.jit
@@ -90,9 +91,9 @@ def part_of(epoch, ARMED: tl.constexpr):
 
 @triton.jit
 def send(table, OWN: tl.constexpr, peer: tl.constexpr, word, at, mask, epoch, rank, RANKS: tl.constexpr,
-         SLOT: tl.constexpr, ARMED: tl.constexpr, TO_SELF: tl.constexpr = False):
+         SLOT: tl.constexpr, ALIGN: tl.constexpr, ARMED: tl.constexpr, TO_SELF: tl.constexpr = False):
     """Stores words in this rank's slot of a peer's mailbox; to itself only when other blocks collect."""
-    box = tl.load(table + OWN + PEERS + peer).to(tl.pointer_type(tl.int32 if ARMED else tl.int64))
+    box = address(table, OWN + PEERS + peer, tl.int32 if ARMED else tl.int64, ALIGN)
     # a number with the mask's shape: the interpreter joins no other
     wanted = mask if TO_SELF else mask & ((at * 0 + rank) != peer)
     tl.store(box + (part_of(epoch, ARMED) * RANKS + rank) * SLOT + at, word, mask=wanted)
@@ -117,41 +118,56 @@ def receive(table, OWN: tl.constexpr, own, at, mask, epoch, rank, RANKS: tl.cons
 
     LIMIT > 0 gives up after so many looks at the mailbox and reports in ``health``.
     """
-    sender = tl.arange(0, PADDED)[:, None]
-    wanted = (sender < RANKS) & mask[None, :]
-    if not FROM_SELF:
-        wanted &= sender != rank
+    PAIR: tl.constexpr = RANKS == 2 and not FROM_SELF
     box = address(table, OWN + BOX, tl.int32 if ARMED else tl.int64, ALIGN)
-    source = box + (part_of(epoch, ARMED) * RANKS + sender) * SLOT + at[None, :]
+    if PAIR:
+        # one sender: no second dimension, whose sum would go through shared memory
+        sender = 1 - rank
+        place = at
+        wanted = mask
+    else:
+        sender = tl.arange(0, PADDED)[:, None]
+        place = at[None, :]
+        wanted = (sender < RANKS) & mask[None, :]
+        if not FROM_SELF:
+            wanted &= sender != rank
+    source = box + (part_of(epoch, ARMED) * RANKS + sender) * SLOT + place
     words = tl.load(source, mask=wanted, other=0, volatile=True)
     if LIMIT == 0:
         # the condition reads what the loop carries and nothing else: triton 3.6 fails on fewer results
-        while tl.max(tl.max(_late(words, wanted, epoch, ARMED), axis=0), axis=0) > 0:
+        while tl.max(_late(words, wanted, epoch, ARMED)) > 0:
             words = tl.load(source, mask=wanted, other=0, volatile=True)
     else:
         health = address(table, OWN + HEALTH, tl.int32, 4)
         looks = tl.where(tl.load(health, volatile=True) == 0, 0, LIMIT)
-        while (tl.max(tl.max(_late(words, wanted, epoch, ARMED), axis=0), axis=0) > 0) & (looks < LIMIT):
+        while (tl.max(_late(words, wanted, epoch, ARMED)) > 0) & (looks < LIMIT):
             words = tl.load(source, mask=wanted, other=0, volatile=True)
             looks += 1
         late = _late(words, wanted, epoch, ARMED)
-        missing = tl.sum(tl.sum(late, axis=0), axis=0)
+        missing = tl.sum(late)
         if missing > 0:
             if tl.atomic_cas(health, 0, 1 + rank) == 0:
                 tl.store(health + 1, tl.load(table + OWN + NUMBER).to(tl.int32))
                 tl.store(health + 2, epoch)
                 tl.store(health + 3, tl.program_id(1))
                 tl.store(health + 4, missing)
-                silent = tl.max(late, axis=1)
-                tl.store(health + 5, tl.sum(silent << tl.arange(0, PADDED), axis=0))
+                if PAIR:
+                    tl.store(health + 5, 1 << sender)
+                else:
+                    tl.store(health + 5, tl.sum(tl.max(late, axis=1) << tl.arange(0, PADDED), axis=0))
     if ARMED:
         # this rank's own slot of the epoch before is free again
         before = (epoch + 2) % 3
-        tl.store(box + (before * RANKS + sender) * SLOT + at[None, :], words * 0, mask=wanted)
+        tl.store(box + (before * RANKS + sender) * SLOT + place, words * 0, mask=wanted)
         data = ~words
     else:
         data = (words & 0xFFFFFFFF).to(tl.int32)
-    if FROM_SELF:
+    if PAIR:
+        mine = tl.where(mask, own, 0)
+        data = tl.where(mask, data, 0)
+        # in rank order
+        return tl.permute(tl.join(tl.where(rank == 0, mine, data), tl.where(rank == 0, data, mine)), (1, 0))
+    elif FROM_SELF:
         return tl.where(wanted, data, 0)
     else:
         return tl.where(wanted, data, tl.where((sender == rank) & mask[None, :], own[None, :], 0))

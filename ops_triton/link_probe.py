@@ -1,7 +1,7 @@
 """What a link between two GPUs can do: the time of one hop, and the rate of plain stores. For the device table.
 
-``bounce``: one thread of each of two ranks waits for a number in its own memory and writes it into the other's. ``push``:
-every block stores its share of a buffer into the peer's memory, 16 bytes a thread. Nothing in a plan uses these kernels.
+``bounce``: one thread of each of two ranks waits for a number in its own memory and writes it into the other's.
+``push``: every block stores its share of a buffer into the peer's memory, 16 bytes a thread. No plan uses them.
 """
 from __future__ import annotations
 

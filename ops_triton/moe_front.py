@@ -66,7 +66,8 @@ def _project(table, tile, epoch_at, M: tl.constexpr, MP: tl.constexpr, K: tl.con
         word = make_word(acc.to(tl.int32, bitcast=True), epoch, False)
         at = (m * WIDE)[:, None] + rows[None, :]
         for peer in tl.static_range(RANKS):
-            send(table, OWN, peer, word, at, (m < M)[:, None] & real[None, :], epoch, rank, RANKS, SLOT, False, True)
+            here = (m < M)[:, None] & real[None, :]
+            send(table, OWN, peer, word, at, here, epoch, rank, RANKS, SLOT, ALIGN, False, True)
     elif tile < TILES_ROUTER + TILES_PLAIN:
         low, high = tl.split(tl.reshape(acc, (MP, R // 2, 2)))
         word = make_word(make_pair(low, high), epoch, False)
@@ -74,7 +75,7 @@ def _project(table, tile, epoch_at, M: tl.constexpr, MP: tl.constexpr, K: tl.con
         at = (m * WIDE + ROUTER)[:, None] + unit[None, :]
         mask = (m < M)[:, None] & (unit < PLAIN // 2)[None, :]
         for peer in tl.static_range(RANKS):
-            send(table, OWN, peer, word, at, mask, epoch, rank, RANKS, SLOT, False, True)
+            send(table, OWN, peer, word, at, mask, epoch, rank, RANKS, SLOT, ALIGN, False, True)
     else:
         a = address(table, 3, tl.bfloat16, ALIGN)
         _store(acc, tile, rows, real, x, x, a, x, x, M, MP, R, 0, TILES_ROUTER + TILES_PLAIN, PAIRS, 0, 0, STRIDE_A,

@@ -14,7 +14,7 @@ from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.ir import REPLICATED
 from k3plan.compiler.kernel import Menu, Region
 from k3plan.compiler.ops import OPS
-from k3plan.graphs.launch import allocate, arguments_of, default_config, entry_point, make_call, scratch_of
+from k3plan.graphs.launch import allocate, arguments_of, entry_point, make_call, scratch_of
 from k3plan.graphs.load import TORCH_DTYPES
 from k3plan.ops_triton import collectives_menu, moe_front_menu
 
@@ -28,6 +28,23 @@ SETTINGS = (
 )
 
 
+# many blocks, of which the interpreter runs a hundred a second
+HEAVY = ("triton.moe_tail", "triton.stripe_gather", "triton.moe_front")
+MIX = ("triton.all_reduce_attn_res", "triton.all_reduce_add_attn_res")
+
+
+def _marks(kernel: str, setting: str) -> list[Any]:
+    """Every kernel runs by default; of the large ones most settings are slow."""
+    slow = (kernel in HEAVY and setting != "tp2-T1") or (kernel in MIX and setting == "tp4-L5")
+    return [pytest.mark.slow] if slow else []
+
+
+def _config(region: Region) -> dict[str, Any]:
+    """The configuration with the fewest blocks: the default, or the one of most rows a block."""
+    configs = region.kernel.configs(region) if region.kernel.configs else [{}]
+    return dict(max(configs, key=lambda config: config.get("rows", 0)))
+
+
 def _cases() -> list[Any]:
     found: dict[tuple[str, str, object], Any] = {}
     for setting in SETTINGS:
@@ -35,7 +52,8 @@ def _cases() -> list[Any]:
         for region in regions:
             shapes = tuple(region.graph.values[n].shape for n in region.inputs)
             label = f"{region.kernel.id}-{setting.name}"
-            found.setdefault((region.kernel.id, setting.name, shapes), pytest.param(region, setting, id=label))
+            found.setdefault((region.kernel.id, setting.name, shapes), pytest.param(
+                region, setting, id=label, marks=_marks(region.kernel.id, setting.name)))
     return list(found.values())
 
 
@@ -120,12 +138,12 @@ def _compare(region: Region, setting: kernel_check.Setting, where: str, got: Map
 
 @pytest.mark.parametrize(("region", "setting"), CASES)
 def test_emulated_ranks(region: Region, setting: kernel_check.Setting, device: str) -> None:
-    _run(region, setting, default_config(region), device, loopback=False)
+    _run(region, setting, _config(region), device, loopback=False)
 
 
 @pytest.mark.parametrize(("region", "setting"), [c for c in CASES if c.values[1].name == "tp4-S3"])
 def test_loopback(region: Region, setting: kernel_check.Setting, device: str) -> None:
-    _run(region, setting, default_config(region), device, loopback=True)
+    _run(region, setting, _config(region), device, loopback=True)
 
 
 def test_every_kernel_has_a_case() -> None:
@@ -135,7 +153,7 @@ def test_every_kernel_has_a_case() -> None:
 
 
 def test_a_wait_that_gives_up_says_so(device: str) -> None:
-    """With a limit, a rank whose peers never send leaves its number, launch, epoch, block and what is missing from whom."""
+    """With a limit, a rank whose peers never send says in which launch, epoch and block it missed what, and of whom."""
     from k3plan.compiler.call import Call, emulated_links
     from k3plan.ops_triton.collectives import bind_exchange
     from k3plan.ops_triton.launching import LaunchSequence
@@ -145,7 +163,8 @@ def test_a_wait_that_gives_up_says_so(device: str) -> None:
     scratch = [{"mailbox": torch.zeros(2, 2, 32, dtype=torch.int64), "epochs": torch.zeros(1, dtype=torch.int32),
                 "health": torch.zeros(8, dtype=torch.int32)} for _ in range(2)]
     calls = [Call({"x": torch.randn(1, 64).bfloat16(), "y": torch.zeros(1, 64, dtype=torch.bfloat16)},
-                  attrs={"y": {"ranks": 2, "reduce": "sum"}}, scratch=s, config={"units": 32, "warps": 4}, number=7, wait_limit=3)
+                  attrs={"y": {"ranks": 2, "reduce": "sum"}}, scratch=s, config={"units": 32, "warps": 4}, number=7,
+                  wait_limit=3)
              for s in scratch]
     links = emulated_links([s["mailbox"] for s in scratch])
     launch: Any = bind_exchange(calls[1:], links[1:])
