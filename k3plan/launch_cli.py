@@ -5,9 +5,11 @@ one fails, the last words of every rank are shown.
 """
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -149,10 +151,17 @@ def main() -> None:
     from .compiler.errors import K3PlanError
 
     try:
-        app()
+        app(standalone_mode=False)
     except K3PlanError as error:
         typer.echo(f"k3plan: {error}", err=True)
-        sys.exit(2)
+    except Exception:
+        traceback.print_exc()
+    else:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # no destructors: with a fault on the device, or a peer gone, freeing symmetric memory aborts the process
+    os._exit(2)
 
 
 if __name__ == "__main__":

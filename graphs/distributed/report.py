@@ -1,4 +1,7 @@
-"""The lines of ``k3plan launch links``: the link, then every collective kernel of a plan file at several step sizes."""
+"""The lines of ``k3plan launch links``: the link, then every collective kernel of a plan file at several step sizes.
+
+As in a plan, launches have programmatic edges: a time is what a launch adds to a chain.
+"""
 from __future__ import annotations
 
 import time
@@ -66,7 +69,7 @@ def _measure(region: Region, found: Sequence[Region], rows: int, group: Group, t
     configs = [dict(c) for c in (region.kernel.configs(region) if region.kernel.configs else [{}])][:MOST_CONFIGS]
     for config in configs:
         with group.together(where):
-            bound = bind_ranks(region, config, group, transport)
+            bound = bind_ranks(region, config, group, transport, dependent_launch=True)
             for launch in bound.launches:
                 getattr(launch, "compile", lambda: None)()
         us = time_together(bound.launches, group)
@@ -77,8 +80,11 @@ def _measure(region: Region, found: Sequence[Region], rows: int, group: Group, t
         times.append((us, config))
         transport.release()
     us, config = min(times, key=lambda pair: pair[0])
-    against = f"NCCL {time_together([library_launch(region, group)], group):.2f} us" if len(region.nodes) == 1 else (
-        f"unfused {_unfused_us(region, found, group, transport):.2f} us")
+    if len(region.nodes) == 1:
+        name = "NCCL" if region.nodes[0].op == "all_reduce" else "the library transport"
+        against = f"{name} {time_together([library_launch(region, group)], group):.2f} us"
+    else:
+        against = f"unfused {_unfused_us(region, found, group, transport):.2f} us"
     every = ", ".join(f"{t:.2f}" for t, _ in times)
     yield f"{us:7.2f} us {where} {config}; {against}; all configurations {every}"
 
@@ -88,10 +94,10 @@ def _unfused_us(region: Region, found: Sequence[Region], group: Group, transport
     kept: list[Any] = []  # kernels of collectives know their tensors by address only
     for part in unfused(region, [r for r in found if not r.kernel.entry.startswith("op:")]):
         if is_collective(part):
-            kept.append(bind_ranks(part, default_config(part), group, transport, sets=1))
+            kept.append(bind_ranks(part, default_config(part), group, transport, sets=1, dependent_launch=True))
             launches += kept[-1].launches
         else:
-            launches.append(bind_region(part, random_inputs(part, str(group.device))))
+            launches.append(bind_region(part, random_inputs(part, str(group.device)), dependent_launch=True))
 
     def all_of_them() -> None:
         for launch in launches:
