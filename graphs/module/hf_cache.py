@@ -40,6 +40,9 @@ class CacheMirror:
                             "rows each\n  fix: plan for more sequences, with step.query 1")
         layer = cache.layers[self.layer]
         if self.kind == "kda":
+            if layer.record_past:
+                raise BindError(f"layer {self.layer}: the cache records its past, for assisted decoding\n"
+                                "  fix: restore() the model for that, or use a plan with step.query above 1")
             self._pull_states(layer, batch)
             # only padding is told from the rest by its position
             return torch.zeros(batch, 1, dtype=torch.int32, device=self.tensors["slots"].device)

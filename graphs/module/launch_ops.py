@@ -36,7 +36,6 @@ PLAIN = frozenset({"linear", "add", "residual_add", "rms_norm", "gated_rms_norm"
 TRITON = "k3plan.ops_triton."
 DEFINE_TRITON = "k3plan.ops_triton.library:define"
 
-
 Bound = tuple[Callable[[], None], tuple[Tensor, ...]]  # a launch, and the results that it will write
 
 
@@ -66,10 +65,11 @@ class FusedOp:
                  for n in self.nodes]
         names = sorted((name, local.get(value)) for name, value in self.values.items())
         text = repr((self.entry, sorted(self.config.items()), nodes, names, [local[v] for v in self.rest],
-                     sorted(self.updated.items()), sorted(self.results.items())))
+                     sorted(self.updated.items()), sorted(self.results.items()), sorted(self.scratch.items())))
         return f"{self.kernel.replace('.', '_')}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
     def empty_results(self, like: Tensor) -> dict[str, Tensor]:
+        """Tensors for what is made anew, on the device of ``like``."""
         return {name: like.new_empty(shape, dtype=dtype) for name, (shape, dtype) in self.results.items()}
 
     def launch(self, inputs: Sequence[Tensor], rest: Sequence[Tensor] = ()) -> Bound:
@@ -228,10 +228,7 @@ def run_program(plan: LaunchPlan, program: Sequence[Application], tensors: Mappi
         inputs = [get(name) for name in step.inputs]
         made = _apply(plan, step, inputs, plain)
         for name, source in step.outputs.items():
-            if source is not None:
-                values[name] = get(source)
-            else:
-                values[name] = made.pop(0)
+            values[name] = made.pop(0) if source is None else get(source)
     return {name: values[value] for name, value in plan.outputs.items()}
 
 

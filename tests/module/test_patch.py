@@ -262,6 +262,12 @@ def test_what_cannot_be_patched(model: Any, patched: Patched) -> None:
     ids, _ = texts([60])
     with pytest.raises(BindError, match=r"64 tokens and one more, the plan serves 64"):
         generate(model, ids)
+    cache = transformers.DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(ids[:, :3], cache=cache, use_cache=True)
+        with pytest.raises(BindError, match="records its past"):
+            model(ids[:, :1], cache=cache, use_cache=True)
     patched.restore()
     with pytest.raises(BindError, match="not a KimiLinearForCausalLM"):
         k3plan.patch(torch.nn.Linear(2, 2))
