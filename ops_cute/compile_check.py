@@ -18,6 +18,8 @@ TARGETS = ("sm_90a", "sm_100a", "sm_103a")
 SHARED_LIMIT = 232448
 
 _REGISTERS, _FRAME = 0x2F, 0x11  # attributes of .nv.info: registers a thread, bytes of local memory a thread
+_INSTRUCTION = 16  # bytes; the lower 12 bits are its operation
+_LOCAL = {0x387, 0x983}  # STL and LDL, on sm_90 as on sm_103
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,19 @@ def compile_launch(launch: KernelLaunch, target: str) -> Usage:
 
 
 def cubin_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory a thread, the most of the kernels in ``cubin``."""
+    """Registers and bytes of local memory a thread, the most of the kernels in ``cubin``. A frame that no instruction
+    touches does not count."""
     found: dict[int, int] = {_REGISTERS: 0, _FRAME: 0}
+    touched = False
     for name, content in _sections(cubin):
         if name == ".nv.info":
             for attribute, value in _attributes(content):
                 found[attribute] = max(found[attribute], value)
+        if name.startswith(".text."):
+            touched |= any(content[at] | (content[at + 1] & 15) << 8 in _LOCAL
+                           for at in range(0, len(content), _INSTRUCTION))
     assert found[_REGISTERS], "no register counts in the cubin"
-    return found[_REGISTERS], found[_FRAME]
+    return found[_REGISTERS], found[_FRAME] if touched else 0
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:

@@ -140,8 +140,9 @@ def _index_locals(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr
     cute.make_tensor(at.y, cute.make_layout((p.count,)))[thread] = kept[thread % 64] + kept[thread % 7]
 
 
-def test_local_memory_is_seen() -> None:
-    usage = compile_check.compile_launch(replace(launch_on("meta"), kernel=_index_locals, cluster=(1, 1, 1)), "sm_90a")
+@pytest.mark.parametrize("target", compile_check.TARGETS)
+def test_local_memory_is_seen(target: str) -> None:
+    usage = compile_check.compile_launch(replace(launch_on("meta"), kernel=_index_locals, cluster=(1, 1, 1)), target)
     assert usage.spilled >= 256
 
 

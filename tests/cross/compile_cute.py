@@ -1,0 +1,100 @@
+"""Compiles the default configuration of every CuTe DSL kernel at the shapes of a TP16 rank of Kimi K3, for every target.
+
+A program of its own, so that the work spreads over processes. Writes ``{launch: {target: [registers, shared, spilled]}}``
+as JSON to the path in its first argument, an error's text in place of the numbers. The second argument is a file that
+keeps results by the content of what was compiled; only what has changed is compiled again. A third is a regular
+expression: only launches whose name it finds.
+"""
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from k3plan.compiler.build import build_graph
+from k3plan.compiler.covering.match import find_regions
+from k3plan.compiler.kernel import Menu, Region
+from k3plan.compiler.passes.merge import merge_projections
+from k3plan.compiler.passes.shard import algebra_of, shard_graph
+from k3plan.compiler.spec import Choices
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import real_shapes  # tests/real_shapes.py
+
+CHOICES = (Choices("sharded", "stripe", "replicated"), Choices("replicated", "all_reduce", "replicated"))
+ROWS = ((1, 1), (1, 8), (8, 1))
+Line = tuple[str, str, list[int] | str, str]  # launch, target, usage or the error, key
+
+
+def chosen(wanted: str) -> list[tuple[str, Region]]:
+    """Names and regions, collectives included; the fewest and the most blocks stand for those between."""
+    from k3plan.ops_cute.kernels import KERNELS
+
+    found: dict[str, Region] = {}
+    for sequences, query in ROWS:
+        for choices in CHOICES:
+            spec = real_shapes._spec(sequences, query, choices)
+            graph = merge_projections(shard_graph(build_graph(spec), spec, algebra_of(spec))[0])[0]
+            for region in find_regions(graph, Menu(KERNELS), arch="sm_103", rows=spec.step.rows)[0]:
+                name = real_shapes.name_of(region, sequences, query)
+                if re.search(wanted, name) and not re.search("-nb[2-7]-", name):
+                    found.setdefault(name, region)
+    return list(found.items())
+
+
+def compile_one(task: tuple[int, str, dict[str, list[int]]]) -> list[Line]:
+    """All targets of one region; ``known`` usage by key is taken over."""
+    from k3plan.graphs.bench import random_inputs
+    from k3plan.graphs.launch import bind_region
+    from k3plan.ops_cute.compile_check import TARGETS, compile_launch, kernels_of
+    from k3plan.ops_cute.launching import content_key
+
+    index, wanted, known = task
+    name, region = chosen(wanted)[index]
+    try:
+        launch = bind_region(region, random_inputs(region, "meta"), dependent_launch=True)
+        single = list(kernels_of(launch))
+    except Exception as error:
+        return [(name, target, _text(error), "") for target in TARGETS]
+    lines: list[Line] = []
+    for part, one in enumerate(single):
+        for target in TARGETS:
+            label = f"{name}.{part}" if len(single) > 1 else name
+            try:
+                key = f"{content_key(one, target)}-{one.shared}"
+                if key not in known:
+                    usage = compile_launch(one, target)
+                    known[key] = [usage.registers, usage.shared, usage.spilled]
+                lines.append((label, target, known[key], key))
+            except Exception as error:
+                lines.append((label, target, _text(error), ""))
+    return lines
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:400]
+
+
+def main() -> None:
+    out, cache = Path(sys.argv[1]), Path(sys.argv[2])
+    wanted = sys.argv[3] if len(sys.argv) > 3 else ""
+    known = json.loads(cache.read_text()) if cache.is_file() else {}
+    table: dict[str, dict[str, Any]] = {}
+    used: dict[str, list[int]] = {}
+    tasks = [(index, wanted, known) for index in range(len(chosen(wanted)))]
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+        for lines in pool.map(compile_one, tasks):
+            for name, target, usage, key in lines:
+                table.setdefault(name, {})[target] = usage
+                if isinstance(usage, list):
+                    used[key] = usage
+    out.write_text(json.dumps(table))
+    cache.write_text(json.dumps(used))
+
+
+if __name__ == "__main__":
+    main()
