@@ -5,6 +5,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from k3plan.graphs.buckets import bind_buckets, capture_buckets
 from k3plan.graphs.debug.diff import SUCCESS, predict_update, update_result
 from k3plan.graphs.debug.inspect import inspect
 from k3plan.graphs.debug.session import record_random
+from k3plan.graphs.debug.time import segment_us
 from k3plan.graphs.debug.walk import record_capture
 from k3plan.graphs.random_weights import RankRandom
 from k3plan.graphs.streams import stream_waits
@@ -185,6 +187,19 @@ def test_launches_are_timed_and_add_up() -> None:
     assert record.replay_us is not None
     assert 0.5 < total / record.replay_us < 2.0
     assert all(launch.us is not None and launch.us >= 0.0 for launch in record.launches)
+
+
+@pytest.mark.gpu
+def test_events_in_the_graph_agree_with_the_profiler() -> None:
+    """Layer by layer, but for the first, whose weights are the coldest."""
+    executable, _ = bind_random(gpu_plan())
+    launches = executable.plan.launches
+    ends = [i for i, x in enumerate(launches) if x.layer is not None and launches[i + 1].layer != x.layer]
+    segments = segment_us(executable, ends)
+    record = record_random(gpu_plan())
+    for (first, last), us in zip(pairwise(ends), segments, strict=True):
+        shares = sum(x.us or 0.0 for x in record.launches[first + 1 : last + 1])
+        assert 0.85 < shares / us < 1.1
 
 
 @pytest.mark.gpu
