@@ -148,7 +148,7 @@ def segment_us(executable: Executable, cuts: Sequence[int], replays: int = 10) -
         if launch in events:
             events[launch].record()
 
-    step = capture(executable, after=after, warm_runs=0)
+    step = capture(executable, after=after, warm_runs=1)
     rows = []
     for _ in range(replays + 1):
         step.replay()
