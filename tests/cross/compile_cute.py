@@ -1,9 +1,9 @@
-"""Compiles the default configuration of every CuTe DSL kernel at the shapes of a TP16 rank of Kimi K3, for every target.
+"""Compiles the default configuration of every CuTe DSL kernel at the shapes of a TP16 rank of Kimi K3.
 
-A program of its own, so that the work spreads over processes. Writes ``{launch: {target: [registers, shared, spilled]}}``
-as JSON to the path in its first argument, an error's text in place of the numbers. The second argument is a file that
-keeps results by the content of what was compiled; only what has changed is compiled again. A third is a regular
-expression: only launches whose name it finds.
+A program of its own, so that the work spreads over processes. Writes ``{launch: {target: [registers, shared,
+spilled]}}`` as JSON to the path in its first argument, an error's text in place of the numbers. The second argument is
+a file that keeps results by the content of what was compiled; only what has changed is compiled again. A third is a
+regular expression: only launches whose name it finds.
 """
 from __future__ import annotations
 
