@@ -3,9 +3,11 @@
 Contract: see ``exchange.py`` for mailboxes, epochs and links. Every rank sends its part to every other and adds what
 it has received in fp32, all ranks in the same order, so that replicated values stay equal to the bit.
 ``exchange``: all-reduce (sum of bf16 or fp32, maximum of i64 keys, with or without the token inside the winner),
-reduce-scatter and all-gather of columns. ``mix``: the sum, rounded to bf16, is added to the prefix; then AttnRes and
-norm as in ``attn_res.py``, whose exchange between the blocks of a row follows on each rank. ``stripe``: RMSNorm of the
-latent, a rank's rows of the up-projection, its shard of the shared experts' sum added, all stripes gathered.
+reduce-scatter and all-gather of columns. ``two_shot``: a sum in which each rank adds up one part and sends it to all,
+for messages that are too large to go whole to every rank. ``mix``: the sum, rounded to bf16, is added to the prefix;
+then AttnRes and norm as in ``attn_res.py``, whose exchange between the blocks of a row follows on each rank.
+``stripe``: RMSNorm of the latent, a rank's rows of the up-projection, its shard of the shared experts' sum added, all
+stripes gathered.
 
 Layout: the fastest grid axis is the rank. ``exchange``: a block per ``units`` words of a row. ``mix``: a block per
 ``columns`` of a row. ``stripe``: a block per ``rows`` rows of the weight, all step rows; the norm is a factor of the
@@ -140,6 +142,52 @@ def _exchange(table, COLUMNS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.const
         second = block - ROWS * CHUNKS
         _one(table, 3, 4, OWN, second // CHUNKS2, second % CHUNKS2, block, ROWS * WIDTH, 0, True, BF16, False,
              WIDTH2, UNITS, STRIDE_X2, STRIDE_Y2, RANKS, PADDED, SLOT, LIMIT, ALIGN, ARMED, PHASE, DEPENDENT_LAUNCH)
+
+
+@triton.jit
+def _two_shot(table, COLUMNS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, BF16: tl.constexpr,
+              UNITS: tl.constexpr, STRIDE_X: tl.constexpr, STRIDE_Y: tl.constexpr, RANKS: tl.constexpr,
+              PADDED: tl.constexpr, SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr,
+              ARMED: tl.constexpr, PHASE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
+    """Tensors: x, y. Of a block's UNITS words each rank adds up one part, then all parts go to all ranks. PHASE 1: send
+    the parts, 2: send the sum."""
+    start_dependents(DEPENDENT_LAUNCH)
+    OWN: tl.constexpr = 2
+    PART: tl.constexpr = UNITS // RANKS
+    SECOND: tl.constexpr = SLOT // 2  # where the sums lie in a slot
+    table += tl.program_id(0) * COLUMNS
+    block = tl.program_id(1)
+    row, chunk = block // CHUNKS, block % CHUNKS
+    rank = tl.load(table + OWN + RANK).to(tl.int32)
+    x = address(table, 0, tl.int32, ALIGN) + row * STRIDE_X + chunk * UNITS
+    y = address(table, 1, tl.int32, ALIGN) + row * STRIDE_Y + chunk * UNITS
+    epochs = address(table, OWN + EPOCHS, tl.int32, ALIGN) + block
+    j = tl.arange(0, PART)
+    at = block * PART + j
+    all_of_it = j < PART
+    await_producers(DEPENDENT_LAUNCH)
+    epoch = next_epoch(epochs, ARMED)
+    own = tl.load(x + rank * PART + j)
+    if (PHASE == 0) | (PHASE == 1):
+        for peer in tl.static_range(RANKS):
+            word = make_word(tl.load(x + peer * PART + j), epoch, ARMED)
+            send(table, OWN, peer, word, at, all_of_it, epoch, rank, RANKS, SLOT, ALIGN, ARMED)
+    if PHASE != 1:
+        got = receive(table, OWN, own, at, all_of_it, epoch, rank, RANKS, PADDED, SLOT, LIMIT, ALIGN, ARMED)
+        if BF16:
+            total = make_pair(tl.sum(low_half(got), axis=0), tl.sum(high_half(got), axis=0))
+        else:
+            total = tl.sum(got.to(tl.float32, bitcast=True), axis=0).to(tl.int32, bitcast=True)
+        if (PHASE == 0) | (PHASE == 2):
+            word = make_word(total, epoch, ARMED)
+            for peer in tl.static_range(RANKS):
+                send(table, OWN, peer, word, SECOND + at, all_of_it, epoch, rank, RANKS, SLOT, ALIGN, ARMED)
+        if PHASE != 2:
+            sums = receive(table, OWN, total, SECOND + at, all_of_it, epoch, rank, RANKS, PADDED, SLOT, LIMIT, ALIGN,
+                           ARMED)
+            sender = tl.arange(0, PADDED)[:, None]
+            tl.store(y + sender * PART + j[None, :], sums, mask=(sender < RANKS) & all_of_it[None, :])
+            tl.store(epochs, epoch)
 
 
 @triton.jit
@@ -358,6 +406,21 @@ def _bind_exchange(calls: Sequence[Call], links: Sequence[Link], columns: Sequen
     table = make_table(calls, links, columns)
     return make_launches(_exchange, (len(calls), blocks), table, constants, first.config["warps"],
                          first.dependent_launch)
+
+
+def bind_two_shot(calls: Sequence[Call], links: Sequence[Link]) -> Launch:
+    """A large sum over ranks: parts to their ranks, sums to all."""
+    first = calls[0]
+    columns = [[call.tensors["x"], call.tensors["y"]] for call in calls]
+    x, y = columns[0]
+    constants = group_constants(calls, links, columns)
+    rows, width = units(tuple(x.shape), "bf16" if x.dtype == torch.bfloat16 else "fp32")
+    chunk = first.config["units"]
+    assert width % chunk == 0, f"{width} words, blocks of {chunk}"
+    constants |= {"ROWS": rows, "CHUNKS": width // chunk, "BF16": x.dtype == torch.bfloat16, "UNITS": chunk,
+                  "STRIDE_X": _words_between_rows(x), "STRIDE_Y": _words_between_rows(y)}
+    return make_launches(_two_shot, (len(calls), rows * width // chunk), make_table(calls, links, columns), constants,
+                         first.config["warps"], first.dependent_launch, (1, 2, 3) if INTERPRET else (0,))
 
 
 def bind_mix(calls: Sequence[Call], links: Sequence[Link]) -> Launch:

@@ -81,6 +81,32 @@ def _needs(region: Region) -> str | None:
     return None
 
 
+def two_shot_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    """Parts of ``x`` to add up, then the sums, in one slot."""
+    ranks = ranks_of(region)
+    rows, width = units(region.value("x").shape, region.value("x").dtype)
+    return mailbox(ranks, 2 * rows * width // ranks, rows * width // config["units"], armed=config["armed"])
+
+
+def two_shot_configs(region: Region) -> list[dict[str, Any]]:
+    """``units`` words a block, a part of them for each rank."""
+    width, ranks = units(region.value("x").shape, region.value("x").dtype)[1], ranks_of(region)
+    found = [{"units": u, "warps": w, "armed": True} for u, w in ((512, 4), (512, 2), (256, 2), (256, 1), (128, 1))]
+    return [c for c in found if width % c["units"] == 0 and c["units"] >= 4 * ranks]
+
+
+def _needs_two_shot(region: Region) -> str | None:
+    ranks, value = ranks_of(region), region.value("x")
+    if value.dtype not in ("bf16", "fp32") or region.attrs("all_reduce")["reduce"] != "sum":
+        return "the kernel adds bf16 and fp32"
+    rows, width = units(value.shape, value.dtype)
+    if ranks == 2 or rows * width * 4 * (ranks - 1) <= ONE_SHOT_BYTES:
+        return "one hop with the whole message is as cheap"
+    if ranks > 32:
+        return f"{ranks} ranks, a block waits for 32 at most"
+    return None if two_shot_configs(region) else f"{width} words in a row do not divide into blocks for {ranks} ranks"
+
+
 def mix_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
     """The exchange between ranks, and the one between the blocks of a row on each rank."""
     rows, width = units(region.value("x").shape, "bf16")
@@ -152,6 +178,9 @@ MIX = "m = attn_res(score, p, ...)\nh = rms_norm(m, weight)\n-> p, h"
 
 KERNELS: tuple[KernelDef, ...] = (
     _define("all_reduce", "y = all_reduce(x)\n-> y", "exchange", "every rank sends its whole part to every other"),
+    _define("all_reduce_two_shot", "y = all_reduce(x)\n-> y", "two_shot", "each rank adds up a part and sends it to "
+            "all: two hops, 2 / ranks of the bytes", needs=_needs_two_shot, scratch=two_shot_scratch,
+            configs=two_shot_configs),
     _define("reduce_scatter", "y = reduce_scatter(x)\n-> y", "exchange", "columns, one part for each rank"),
     _define("all_gather", "y = all_gather(x)\n-> y", "exchange", "columns of all ranks side by side"),
     _define("all_reduce_token", "k = all_reduce(x)\ntoken = token_of_key(k, positions)\n-> token", "exchange",

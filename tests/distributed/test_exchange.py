@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from k3plan.compiler.call import Call, emulated_links
-from k3plan.ops_triton.collectives import bind_exchange
+from k3plan.face import compile_plan
+from k3plan.ops_triton.collectives import bind_exchange, bind_two_shot
 from k3plan.ops_triton.collectives_menu import HEALTH, mailbox
 from k3plan.ops_triton.launching import LaunchSequence
 
@@ -144,6 +145,43 @@ def test_a_rank_may_be_a_step_ahead(armed: bool, seed: int) -> None:
             assert torch.equal(pair.calls[rank].tensors["y"].float(), sent[0][launch] + sent[1][launch])
             assert not any(pair.health(rank))
     assert ahead >= 2, "no order of this seed had a rank ahead"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("ranks", "armed"), [(4, True), (2, True), (4, False)])
+def test_a_sum_in_two_shots(ranks: int, armed: bool, dtype: torch.dtype) -> None:
+    """Each rank adds up a part of each block; all ranks have the whole sum, two launches in a row."""
+    rows, words = 2, 64
+    width = words * 4 // dtype.itemsize
+    kinds = {"i64": torch.int64, "i32": torch.int32}
+    scratch = [{name: torch.zeros(want.shape, dtype=kinds[want.dtype])
+                for name, want in mailbox(ranks, 2 * rows * words // ranks, rows * 2, armed=armed).items()}
+               for _ in range(ranks)]
+    calls = [Call({"x": torch.zeros(rows, width, dtype=dtype), "y": torch.empty(rows, width, dtype=dtype)},
+                  attrs={"y": {"ranks": ranks, "reduce": "sum"}}, scratch=own, config={"units": 32, "warps": 1},
+                  wait_limit=LIMIT) for own in scratch]
+    launch = bind_two_shot(calls, emulated_links([own["mailbox"] for own in scratch]))
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        values = torch.randint(-64, 64, (ranks, rows, width), generator=generator) / 8
+        for call, own in zip(calls, values, strict=True):
+            call.tensors["x"].copy_(own)
+            call.tensors["y"].fill_(torch.nan)
+        launch()
+        for call in calls:
+            assert torch.equal(call.tensors["y"].float(), values.sum(0))
+            assert not any(call.scratch["health"])
+
+
+def test_a_plan_of_many_ranks_and_rows_takes_two_shots() -> None:
+    """At 64 rows and 16 ranks a whole message to everyone is 14 MB; at 8 rows one shot is kept, with 2 ranks always."""
+    def kernels_of(ranks: int, rows: int) -> set[str]:
+        plan = compile_plan("examples/k3-h200-tp16.yaml", [
+            "model.layers=[0]", f"parallel.tp={ranks}", f"step.sequences={rows}"])
+        return {c.kernel for c in plan.choices if c.ops == ("all_reduce",) and c.attrs["y"]["reduce"] == "sum"}
+
+    assert kernels_of(16, 64) == {"triton.all_reduce_two_shot"}
+    assert kernels_of(2, 64) == {"triton.all_reduce"}
 
 
 @pytest.mark.parametrize("armed", [False, True], ids=["flagged", "armed"])

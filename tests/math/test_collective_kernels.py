@@ -148,6 +148,8 @@ def test_loopback(region: Region, setting: kernel_check.Setting, device: str) ->
 
 def test_every_kernel_has_a_case() -> None:
     tested = {case.values[0].kernel.id for case in CASES}
+    # its messages are larger than a small model's: tests/distributed/test_exchange.py has it
+    tested.add("triton.all_reduce_two_shot")
     missing = [kernel.id for kernel in KERNELS if kernel.id not in tested]
     assert not missing, f"no small model has a region for {missing}"
 
