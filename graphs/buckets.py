@@ -17,6 +17,7 @@ from ..compiler.plan import LaunchPlan
 from .bind import Executable, bind
 from .capture import CapturedStep, capture
 from .load import TensorSource
+from .precompile import compile_launches
 from .random_weights import RankRandom
 from .transport import Transport
 
@@ -92,6 +93,7 @@ def capture_buckets(buckets: Buckets, **how: Any) -> Buckets:
     ``how`` is handed to ``capture``. Inputs are padding while warming up and capturing: states and caches keep every
     byte that a caller can name.
     """
+    compile_launches(buckets.executables)
     steps: list[CapturedStep] = []
     for executable in buckets.executables:
         clear_inputs(executable)

@@ -17,6 +17,7 @@ import torch
 
 from ..compiler.errors import BindError
 from .bind import Executable
+from .precompile import compile_launches
 from .streams import Waits, last_launches, stream_waits
 
 WARM_RUNS = 2
@@ -95,7 +96,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 def capture(executable: Executable, pool: Any = None, *, after: Hook | None = None, warm_runs: int = WARM_RUNS,
             keep_graph: bool = False, error_mode: str = "thread_local") -> CapturedStep:
-    """Captures one step. Runs it eagerly first, which compiles every kernel. Raises BindError off a GPU.
+    """Captures one step, after compiling its kernels and running it eagerly. Raises BindError off a GPU.
 
     ``pool`` is the memory pool of another capture to share. ``after`` is called with the number of each launch while
     the stream of that launch is current. ``keep_graph`` keeps the graph that was instantiated, for the debugger.
@@ -106,6 +107,7 @@ def capture(executable: Executable, pool: Any = None, *, after: Hook | None = No
         raise BindError(f"a CUDA graph is captured on a GPU, the plan is bound to {device}\n"
                         "  fix: bind it with device='cuda'")
     started = time.perf_counter()
+    compile_launches([executable])
     stream = torch.cuda.Stream(device)
     warm_up(executable, stream, warm_runs)
     waits = stream_waits(executable.plan)
@@ -123,7 +125,7 @@ def capture(executable: Executable, pool: Any = None, *, after: Hook | None = No
 
 
 def warm_up(executable: Executable, stream: Any, runs: int) -> None:
-    """Eager steps on ``stream``: compiles, loads modules, fills the allocator's pools."""
+    """Eager steps on ``stream``: loads modules, fills the allocator's pools, compiles what was left."""
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         for _ in range(runs):

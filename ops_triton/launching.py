@@ -5,7 +5,7 @@ would launch. Nothing here knows an op.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,12 @@ class KernelLaunch:
         """Fills the compiler's cache on disk for this launch, without launching it. Pointers may be on "meta"."""
         self.kernel.warmup(**self.pointers, **self.constants, grid=self.grid, num_warps=self.num_warps,
                            num_stages=self.num_stages, **self.options)
+
+    def signature(self) -> Hashable:
+        """Equal for launches that are one compiled kernel."""
+        pointers = tuple((name, t.dtype, t.data_ptr() % 16 == 0) for name, t in self.pointers.items())
+        return (self.kernel.__module__, self.kernel.__name__, pointers, repr(sorted(self.constants.items())),
+                self.num_warps, self.num_stages, repr(self.options))
 
     def shared_bytes(self) -> int:
         """Shared memory of a block, as the compiler laid it out. Compiles where that has not been done."""
