@@ -77,7 +77,7 @@ def operator(op: str) -> Any:
 @pytest.mark.parametrize("op", COMPUTE)
 def test_opcheck(seen: dict[str, list[Seen]], op: str) -> None:
     checked = 0
-    for entry in seen[op][::2]:
+    for entry in (seen[op][0], seen[op][-1]):
         # opcheck perturbs inputs with a product, which torch has not for fp8
         if all(t.dtype != torch.float8_e4m3fn for t in flatten(entry.positional)):
             torch.library.opcheck(operator(op), copied(entry.positional), entry.keywords)
@@ -126,12 +126,8 @@ def test_collectives_of_one_rank(op: str) -> None:
         getattr(torch.ops.k3plan, op)(x, **{**attrs, "ranks": 2})
 
 
-def test_collectives_of_two_processes(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_two_processes, args=(str(tmp_path / "store"),), nprocs=2)
-
-
-def _two_processes(rank: int, store: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def check_collectives_of_two_processes(rank: int) -> None:
+    """Called by the test that has two processes, in test_step.py."""
     x = torch.arange(8.0).view(2, 4) + 100 * rank
     other = torch.arange(8.0).view(2, 4) + 100 * (1 - rank)
     ops = torch.ops.k3plan
@@ -140,4 +136,3 @@ def _two_processes(rank: int, store: str) -> None:
     first, second = (x, other) if rank == 0 else (other, x)
     assert torch.equal(ops.all_gather(x, ranks=2, dim=1), torch.cat([first, second], 1))
     assert torch.equal(ops.reduce_scatter(x, ranks=2, dim=1), (x + other)[:, 2 * rank : 2 * rank + 2])
-    torch.distributed.destroy_process_group()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from made_steps import PAGES, inputs_at, spec_of, tensors_of
+from test_ops import check_collectives_of_two_processes
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -212,6 +213,7 @@ def _one_rank(rank: int, where: str, folder: str) -> None:
     torch.save(logits_of(step), f"{where}/rank{rank}.pt")
     with pytest.raises(BindError, match="parameters=False"):
         DecodeStep.from_plan(plans, Checkpoint(folder), transport=Library(group), parameters=True)
+    check_collectives_of_two_processes(rank)
     torch.distributed.destroy_process_group()
 
 
