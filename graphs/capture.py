@@ -55,7 +55,7 @@ class CapturedStep:
         torch.cuda.synchronize()
         return start.elapsed_time(end) * 1e3 / replays
 
-    def host_us(self, replays: int = 20) -> float:
+    def host_us(self, replays: int = 50) -> float:
         """Median us that the host needs to start a replay; the GPU is idle before each, as in a decode loop."""
         times = []
         for _ in range(replays):
