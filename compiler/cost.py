@@ -59,29 +59,36 @@ def cost_model(device: Device, tuning: Tuning, ranks: int) -> Callable[[Region],
     def price(region: Region) -> Cost:
         counted, setting = traffic(region), tuning.setting(region)
         moved = counted.cold + counted.warm
-        edge, why = full_edge_us(device, region)
+        extra, why = in_step_us(device, region)
         if setting.measured is not None:
-            return Cost(setting.measured.us + edge, moved, counted.flops, True, setting.measured.source + why)
+            return Cost(setting.measured.us + extra, moved, counted.flops, True, setting.measured.source + why)
         measured = device.measured.get((region.kernel.id, shape_key(region)))
         if measured is not None:
-            return Cost(measured[0] + edge, moved, counted.flops, True, measured[1] + why)
+            return Cost(measured[0] + extra, moved, counted.flops, True, measured[1] + why)
         us, source = model_us(device, region, ranks), f"model of {device.name}: {_terms(device, region)}"
         if setting.near is not None and setting.near.model_us:
             factor = max(1.0, setting.near.us / setting.near.model_us)
             us, source = us * factor, f"{source}, x {factor:.2f} as at the nearest measured shape"
         # the library's products are in the device table
-        timed = setting.near is not None or region.kernel.entry.startswith("op:")
-        return Cost(us + edge, moved, counted.flops, False, source + why, timed)
+        timed = setting.comparable or region.kernel.entry.startswith("op:")
+        return Cost(us + extra, moved, counted.flops, False, source + why, timed)
 
     return price
 
 
-def full_edge_us(device: Device, region: Region) -> tuple[float, str]:
-    """What a torch op costs the launch behind it, which cannot start early (``schedule.py``), and the words for it."""
-    if not region.kernel.entry.startswith("op:") or not can_start_early(device.arch):
+def in_step_us(device: Device, region: Region) -> tuple[float, str]:
+    """What a launch costs in a step beyond its time in a chain of its like, and the words for it.
+
+    Between other kernels its code is cold and its blocks do not fill the gaps that its like would leave. Behind a torch
+    op the next launch cannot start early either (``schedule.py``).
+    """
+    if not can_start_early(device.arch):
         return 0.0, ""
-    us = device["boundary_us"] - device["dependent_boundary_us"]
-    return us, f", and {us:.2f} for the full edge behind a torch op"
+    us = device["launch_in_step_us"]
+    if region.kernel.entry.startswith("op:"):
+        edge = device["boundary_us"] - device["dependent_boundary_us"]
+        return us + edge, f", {us:.2f} us in a step, {edge:.2f} us for the full edge behind a torch op"
+    return us, f", {us:.2f} us in a step"
 
 
 def model_us(device: Device, region: Region, ranks: int) -> float:

@@ -56,7 +56,7 @@ class Spec:
     step: Step
     gpu: str  # key of the device table
     numerics: Numerics
-    profile: str  # "fused" | "stock"
+    profile: str  # "auto" | "fused" | "stock"
     choices: Choices
     buckets: tuple[int, ...]
     origins: Mapping[str, Origin] = field(default_factory=dict, compare=False, repr=False)

@@ -146,7 +146,7 @@ def _sizes(rows: str) -> tuple[tuple[int, int], ...]:
 
 @app.command()
 def bench(plan: PlanFile, set_: Overrides = None,
-          profiles: Annotated[str, typer.Option(help="Profiles to compare.")] = "stock,fused",
+          profiles: Annotated[str, typer.Option(help="Profiles to compare.")] = "stock,auto",
           rows: Annotated[str, typer.Option(help="Sequences x verify rows.")] = "1x1,1x8,8x1,64x1") -> None:
     """Time one rank's whole step on this GPU: random weights, loopback transport, one CUDA graph."""
     from .face import compile_plan

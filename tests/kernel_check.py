@@ -74,7 +74,7 @@ class Setting:
         spec = Spec(
             model=self.model, layers=tuple(range(self.model.layers)), parallel=Parallel(self.tp, self.experts),
             step=Step(self.sequences, self.query, 48, 16, ("tokens", "logits")), gpu="h200", numerics=self.numerics,
-            profile="fused", choices=self.choices, buckets=(self.sequences,),
+            profile="auto", choices=self.choices, buckets=(self.sequences,),
         )
         picked = algebra_of(self)
         return merge_projections(shard_graph(build_graph(spec), spec, picked)[0])[0]

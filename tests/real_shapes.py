@@ -28,7 +28,7 @@ def _spec(sequences: int, query: int, choices: Choices) -> Spec:
     return Spec(
         model=model_from_config(json.loads(text)), layers=LAYERS, parallel=Parallel(16, "tp"),
         step=Step(sequences, query, 8192, 64, ("tokens",)), gpu="h200",
-        numerics=Numerics("bf16", "bf16", 1.0, "fp32", "bf16"), profile="fused", choices=choices,
+        numerics=Numerics("bf16", "bf16", 1.0, "fp32", "bf16"), profile="auto", choices=choices,
         buckets=(sequences,),
     )
 

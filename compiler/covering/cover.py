@@ -27,6 +27,8 @@ from .untimed import hold_back
 
 # prices are compared in whole picoseconds: sums are exact and do not depend on their order
 _PICOSECONDS = 1_000_000
+# what profile "fused" charges a launch: a second, more than any step takes
+_TOLL = 1_000_000 * _PICOSECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +84,15 @@ def cover(
     cost_of: Callable[[Region], Cost],
     *,
     near_misses: Sequence[NearMiss] = (),
-    profile: str = "fused",
+    profile: str = "auto",
     free_ops: frozenset[str] = FREE_OPS,
     share: bool = True,
 ) -> Cover:
     """The cheapest cover of ``graph`` by ``regions``.
 
     ``cost_of`` must not depend on names (see ``KernelDef``): with ``share`` it is called for one of several
-    equal components only. ``profile`` "stock" takes one-node regions only; the others are told as losers.
+    equal components only. ``profile`` "auto" takes the cheapest cover, "fused" the cheapest of those with the fewest
+    launches, "stock" one-node regions only; the others are told as losers.
     Raises ``CoverError`` when a node has no region, or when the regions do not fit together.
     """
     solid = [node for node in graph.nodes if node.op not in free_ops]
@@ -116,7 +119,7 @@ def cover(
         key = signatures.of(component, solid, edges) if share else number
         answer = answers.get(key)
         if answer is None:
-            answer = answers[key] = _answer(component, solid, edges, cost_of)
+            answer = answers[key] = _answer(component, solid, edges, cost_of, _TOLL if profile == "fused" else 0)
         choices += _choices(component, answer, by_node)
     total = math.fsum(choice.cost.us for choice in choices)
     return Cover(tuple(choices), total, len(components), len(answers))
@@ -170,12 +173,12 @@ def _solid_edges(graph: Graph, rank: dict[str, int], free_ops: frozenset[str]) -
 
 
 def _answer(component: _Component, solid: list[Node], edges: list[list[int]],
-            cost_of: Callable[[Region], Cost]) -> _Answer:
+            cost_of: Callable[[Region], Cost], toll: int) -> _Answer:
     start, stop = component.start, component.stop
     costs = hold_back([cost_of(region) for region in component.regions], component.masks)
     for region, cost in zip(component.regions, costs, strict=True):
         assert 0 <= cost.us < math.inf, f"{region.kernel.id} costs {cost.us} us"
-    pieces = [Piece(mask, round(cost.us * _PICOSECONDS))
+    pieces = [Piece(mask, round(cost.us * _PICOSECONDS) + toll)
               for mask, cost in zip(component.masks, costs, strict=True)]
     after = [sum(1 << (later - start) for later in edges[at] if later < stop) for at in range(start, stop)]
     solution = solve(stop - start, after, pieces)
@@ -185,7 +188,7 @@ def _answer(component: _Component, solid: list[Node], edges: list[list[int]],
             f"no set of kernels computes {names}{' and more' if stop - start > 4 else ''} exactly once: "
             "those that fit overlap or wait for each other; add a kernel for each op alone")
     return _Answer(_launch_order(solution, pieces, start, edges), costs,
-                   explain_losers(component.regions, component.masks, costs, solution))
+                   explain_losers(component.regions, component.masks, costs, solution, toll))
 
 
 def _launch_order(solution: Solution, pieces: list[Piece], start: int,

@@ -24,8 +24,8 @@ class Loser:
 
 
 def explain_losers(regions: Sequence[Region], masks: Sequence[int], costs: Sequence[Cost],
-                   solution: Solution) -> dict[int, tuple[Loser, ...]]:
-    """For each chosen region the regions that overlap it, the nearest first.
+                   solution: Solution, toll: int = 0) -> dict[int, tuple[Loser, ...]]:
+    """For each chosen region the regions that overlap it, the nearest first. ``toll`` was charged for each launch.
 
     A kernel is listed once, and so is a split: its sum names all parts.
     """
@@ -35,7 +35,7 @@ def explain_losers(regions: Sequence[Region], masks: Sequence[int], costs: Seque
         dearer = float("inf") if alternative is None else alternative.dearer
         for chosen in {owner[bit] for bit in bits(masks[index])}:
             rivals[chosen].append((dearer, index))
-    texts = {index: _text(index, alternative, regions, masks, costs)
+    texts = {index: _text(index, alternative, regions, masks, costs, toll)
              for index, alternative in solution.lost.items()}
     found = {}
     for chosen, indices in rivals.items():
@@ -80,11 +80,11 @@ def explain_uncovered(nodes: Sequence[Node], misses: Sequence[NearMiss]) -> str:
 
 
 def _text(index: int, alternative: Alternative | None, regions: Sequence[Region], masks: Sequence[int],
-          costs: Sequence[Cost]) -> str:
+          costs: Sequence[Cost], toll: int) -> str:
     own = f"{regions[index].kernel.id} {_us(costs[index].us)} us"
     if alternative is None:
         return f"{own}, but no set of kernels for the other nodes goes with it"
-    margin = _margin(alternative)
+    margin = _margin(alternative, toll)
     added, replaced = alternative.added, alternative.replaced
     if not added:
         return f"{own}, and the rest around it changes, {margin}"
@@ -96,7 +96,11 @@ def _text(index: int, alternative: Alternative | None, regions: Sequence[Region]
     return f"with it {total} in place of {_sum(replaced, regions, costs)}, {margin}"
 
 
-def _margin(alternative: Alternative) -> str:
+def _margin(alternative: Alternative, toll: int) -> str:
+    more = round(alternative.dearer / toll) if toll else 0
+    if more:
+        rest = (alternative.dearer - more * toll) / 1e6
+        return f"{more} launch{'es' if more > 1 else ''} more, {_us(abs(rest))} us {'dearer' if rest > 0 else 'cheaper'}"
     if alternative.dearer:
         return f"{_us(alternative.dearer / 1e6)} us dearer"
     if alternative.launches:

@@ -150,9 +150,9 @@ class PlanFile(Section):
     step: StepSection = Field(default=StepSection(), description="What one step computes.")
     target: TargetSection = Field(default=TargetSection(), description="What it runs on.")
     numerics: NumericsSection = Field(default=NumericsSection(), description="Precision.")
-    profile: Literal["fused", "stock"] = Field(
-        default="fused",
-        description="fused: cheapest cover by fused kernels. stock: one kernel for each op, the baseline.",
+    profile: Literal["auto", "fused", "stock"] = Field(
+        default="auto",
+        description="auto: the cheapest cover. fused: the fewest launches. stock: one kernel for each op, the baseline.",
     )
     choices: ChoicesSection = Field(default=ChoicesSection(), description="Algebra to fix by hand.")
     capture: CaptureSection = Field(default=CaptureSection(), description="What is captured.")

@@ -14,6 +14,7 @@ from k3plan.compiler.explain import diff, explain, kinds, ranges, summarise
 from k3plan.compiler.kernel import KernelDef
 from k3plan.compiler.plan import LaunchPlan, load_plan
 from k3plan.compiler.reading.source import load_spec
+from k3plan.face import kernels, tuning
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden/plans"
@@ -158,6 +159,16 @@ def test_stock_takes_one_node_kernels_only() -> None:
     plan = compile_spec(load_spec(K3, ("model.layers=[0, 1, 3]", "profile=stock")), fused_menu())
     assert all(len(plan.choice(launch).ops) == 1 for launch in plan.launches)
     assert "not test.add_mix_norm: profile stock takes one-node kernels only" in explain(plan, "L1.mlp.prefix")
+
+
+def test_auto_beats_both_extremes() -> None:
+    """By the prices of the shipped menus and tables: the fewest launches, and one kernel for each op."""
+    layers = "model.layers=[0, 1, 3, 12]"
+    path = K3.with_name("k3-h200-tp16.yaml")
+    auto, fused, stock = (compile_spec(load_spec(path, (layers, f"profile={p}")), kernels(), tuning("h200"))
+                          for p in ("auto", "fused", "stock"))
+    assert auto.us <= min(fused.us, stock.us)
+    assert len(fused.launches) <= len(auto.launches) < len(stock.launches)
 
 
 def test_explain_of_an_unknown_name() -> None:

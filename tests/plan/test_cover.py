@@ -112,6 +112,17 @@ def test_stock_takes_one_node_kernels_only() -> None:
     assert found.choices[0].losers[0].reason == "profile stock takes one-node kernels only"
 
 
+def test_fused_takes_the_fewest_launches_whatever_they_cost() -> None:
+    dear = prices(triton_add_norm=9.0)
+    cheapest = plan(CHAIN, "y", [*SINGLE, FUSED], dear)
+    assert kernels_of(cheapest) == ["torch.add", "torch.rms_norm", "torch.linear"]
+    fewest = plan(CHAIN, "y", [*SINGLE, FUSED], dear, profile="fused")
+    assert kernels_of(fewest) == ["triton.add_norm", "torch.linear"]
+    assert fewest.us == pytest.approx(9.0 + cheapest.choices[2].cost.us)
+    (loser,) = [x for x in fewest.choices[0].losers if x.kernel == "torch.add"]
+    assert loser.reason.endswith("1 launch more, 7.0 us cheaper")
+
+
 def test_a_view_in_a_one_node_kernel_is_stock() -> None:
     viewed = kernel("k", "p = linear(h, w)\n_ = slice(p)\n-> p")
     found = plan("p = linear(h, w)\nq = slice(p)", "p", [viewed], profile="stock")

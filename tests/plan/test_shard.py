@@ -53,6 +53,9 @@ def resident_bytes(tp: int, tail: str, front: str = "replicated", mla_front: str
     kda_bf16 = (5 * p * d + p * width + heads * d) // tp + width * d  # q k v g o, f_b, b; f_a whole
     mla_bf16 = (heads * 192 * 1536 + heads * 256 * 512 + 2 * p * d) // tp
     mla_bf16 += (1536 + 576) * d // low + 1536 + 512
+    # merged projections are padded to 16 rows
+    kda_bf16 += -((4 * p + heads) // tp + width) % 16 * d
+    mla_bf16 += -((1536 + 576) // low + p // tp) % 16 * d
     moe_bf16 = 896 * d // down + latent * d // down + latent * d // up + latent + 3 * shared * d // tp
     dense_bf16 = 3 * 33_792 * d // tp
     other = 2 * layers * d + d + 2 * vocab * d // tp  # norms, last norm, embedding and head
@@ -87,7 +90,7 @@ def test_bytes_of_a_rank_by_algebra(k3: Spec, front: str, tail: str, mla_front: 
 
 
 def test_bytes_are_the_published_ones() -> None:
-    assert round(resident_bytes(16, "all_reduce") / 1e9, 2) == 108.28
+    assert round(resident_bytes(16, "all_reduce") / 1e9, 2) == 108.29  # 108.28 without the padding
     assert round(resident_bytes(8, "all_reduce") / 1e9, 1) == 205.1
     # on one rank: every language-model tensor of the checkpoint, less the first site's norm and projection
     # and the zeros behind the last head; the bf16 pair of each other AttnRes site is one fp32 vector
