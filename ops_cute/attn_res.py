@@ -237,6 +237,7 @@ def _attn_res(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
         if quad < SUMS // 4:
             warps = [load_shared(base + 16 + 4 * SUMS * w + 16 * quad, 4) for w in range(p.warps)]
             sums = [total(list(values)) for values in zip(*warps, strict=True)]
+            # a block alone is no cluster: it has no use for the cluster's instructions, and no right to them
             if cutlass.const_expr(p.parts == 1):
                 store_shared(inbox + 16 * quad, sums)
             for peer in range(p.parts if p.parts > 1 else 0):

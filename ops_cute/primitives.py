@@ -47,7 +47,7 @@ def select(condition: Any, yes: Any, no: Any) -> Any:
 # global memory, by address
 
 # streamed once: the weights of a launch are not read again before they have left the caches
-_STREAM = "ld.global.nc.L1::no_allocate.L2::256B"
+_STREAM = "ld.global.L1::no_allocate.L2::256B"
 
 
 def load_words(at: Any, count: int = 4, *, guard: Any = None, stream: bool = False) -> Words:
