@@ -9,9 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from .kernel import Region
+
+# a shape is comparable to a timed one when no size is more than twice or less than half of that one's
+COMPARABLE_OCTAVES = 1.0
+# how often an input repeats adds loads and not dependent steps: an octave of it is a tenth of one of a size
+REPEATS = 0.1
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class Setting:
     source: str
     measured: Tuned | None = None
     near: Tuned | None = None
+    comparable: bool = False  # whether ``near`` is near enough to say that the kernel was timed at such a shape
 
 
 def shape_key(region: Region) -> str:
@@ -74,20 +81,35 @@ class Tuning:
         if exact is not None and exact.config in candidates:
             return Setting(exact.config, f"tuned at this shape; {exact.source}", exact)
         near = min(self._by_kernel.get(region.kernel.id, ()), key=lambda t: distance(t.key, key), default=None)
-        if near is not None and near.config in candidates and distance(near.key, key) < math.inf:
-            return Setting(near.config, f"tuned at the nearest shape {near.key}", near=near)
+        apart = None if near is None else octaves(near.key, key)
+        if near is not None and near.config in candidates and apart is not None:
+            comparable = max(apart, default=0.0) <= COMPARABLE_OCTAVES
+            return Setting(near.config, f"tuned at the nearest shape {near.key}", near=near, comparable=comparable)
         return Setting(candidates[0], "first candidate, not tuned" if candidates[0] else "")
 
 
 def distance(left: str, right: str) -> float:
     """How far two shape keys are: sum of the octaves between their sizes; infinite for other ranks or dtypes."""
-    a, b = ([part.partition(":") for part in key.split(",")] for key in (left, right))
+    apart = octaves(left, right)
+    return math.inf if apart is None else sum(apart)
+
+
+def octaves(left: str, right: str) -> list[float] | None:
+    """Octaves between the sizes of two shape keys, inputs that repeat taken once; None for other ranks or dtypes."""
+    a, b = _runs(left), _runs(right)
     if len(a) != len(b):
-        return math.inf
-    octaves = 0.0
-    for (shape, _, dtype), (other, _, other_dtype) in zip(a, b, strict=True):
-        sizes, others = shape.split("x"), other.split("x")
+        return None
+    found = []
+    for (part, count), (other, other_count) in zip(a, b, strict=True):
+        (shape, _, dtype), (other_shape, _, other_dtype) = part.partition(":"), other.partition(":")
+        sizes, others = shape.split("x"), other_shape.split("x")
         if dtype != other_dtype or len(sizes) != len(others):
-            return math.inf
-        octaves += sum(abs(math.log2(int(m) / int(n))) for m, n in zip(sizes, others, strict=True))
-    return octaves
+            return None
+        found += [abs(math.log2(int(m) / int(n))) for m, n in zip(sizes, others, strict=True)]
+        found.append(REPEATS * abs(math.log2(count / other_count)))
+    return found
+
+
+def _runs(key: str) -> list[tuple[str, int]]:
+    """Parts of a shape key, each with how often it stands there in a row."""
+    return [(part, len(list(same))) for part, same in groupby(key.split(","))]
