@@ -6,7 +6,8 @@ One line a node, in SSA form; the last line lists what may be read outside::
     ? b = block_write(blocks, p)     # may be absent: then b is blocks
     m = attn_res(p, b, score)
     h = rms_norm(m, weight)
-    -> p, b, h
+    & g = linear(a, w)               # beside: shares no value with the others, stands in the same half of a layer
+    -> p, b, h, g
 
 A name that no line defines is an external input, and means the same value wherever it stands. ``_`` is any
 value, and ``...`` at the end of an argument list any further inputs. This file does not look at graphs.
@@ -23,19 +24,21 @@ REST = "..."
 # ops whose two inputs may change places
 COMMUTATIVE = frozenset({"add"})
 
-_NODE = re.compile(r"(?P<optional>\?\s*)?(?P<left>[^=()]+)=\s*(?P<op>[A-Za-z_][\w.]*)\s*\((?P<args>[^()]*)\)")
+_NODE = re.compile(r"(?P<mark>[?&]\s*)?(?P<left>[^=()]+)=\s*(?P<op>[A-Za-z_][\w.]*)\s*\((?P<args>[^()]*)\)")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
 class PatternNode:
-    """One line: ``outputs = op(args)``. ``rest`` is true when the line ends its arguments with ``...``."""
+    """One line: ``outputs = op(args)``. ``rest`` is true when the line ends its arguments with ``...``. A ``beside``
+    node may share no value with the others: it is any of its op in the same half of a layer, and ``needs`` picks."""
 
     outputs: tuple[str, ...]
     op: str
     args: tuple[str, ...]
     rest: bool = False
     optional: bool = False
+    beside: bool = False
     line: int = 0
 
     @cached_property
@@ -49,7 +52,8 @@ class PatternNode:
 @dataclass(frozen=True)
 class Step:
     """One move of a match. ``output`` >= 0: the node is the producer of the bound name
-    ``outputs[output]``. Otherwise it is some consumer of the values that ``shared`` are bound to.
+    ``outputs[output]``. Otherwise it is some consumer of the values that ``shared`` are bound to, or with nothing
+    shared some node beside the anchor.
     ``made`` is how many inputs come from inside the pattern."""
 
     node: PatternNode
@@ -122,10 +126,11 @@ def _parse_node(where: str, number: int, line: str) -> PatternNode:
         raise ValueError(f"{where}: '...' must be the last argument")
     args = _names(where, ", ".join(parts[:-1] if rest else parts))
     outputs = _names(where, found["left"].strip())
-    optional = found["optional"] is not None
+    mark = (found["mark"] or "").strip()
+    optional = mark == "?"
     if optional and (len(outputs) != 1 or not args or ANY in (args[0], outputs[0])):
         raise ValueError(f"{where}: an optional node needs one named output and a named first argument")
-    return PatternNode(outputs, found["op"], args, rest, optional, number)
+    return PatternNode(outputs, found["op"], args, rest, optional, mark == "&", number)
 
 
 def _check_names(kernel: str, nodes: list[PatternNode], exports: tuple[str, ...]) -> None:
@@ -164,7 +169,7 @@ def _expand(kernel: str, nodes: list[PatternNode], exports: tuple[str, ...]) -> 
             alias[node.outputs[0]] = alias.get(node.args[0], node.args[0])
         present = tuple(
             PatternNode(node.outputs, node.op, tuple(alias.get(a, a) for a in node.args), node.rest,
-                        node.optional, node.line)
+                        node.optional, node.beside, node.line)
             for node in nodes if node not in absent)
         if not present:
             continue
@@ -205,7 +210,7 @@ def _next_step(left: list[PatternNode], bound: set[str], made: set[str]) -> Step
         shared = tuple(name for name in node.args if name in bound)
         if shared:
             return Step(node, -1, shared, _count_made(node, made))
-    return None
+    return next((Step(node, -1, (), _count_made(node, made)) for node in left if node.beside), None)
 
 
 def _count_made(node: PatternNode, made: set[str]) -> int:

@@ -56,6 +56,9 @@ class _Matcher:
         self.consumers = graph.consumers
         self.edges = successors(graph, free_ops)
         self.leaving = frozenset(graph.outputs)
+        self.halves: dict[tuple[int | None, str, str], list[Node]] = {}
+        for node in graph.nodes:
+            self.halves.setdefault((node.layer, node.stage, node.op), []).append(node)
         self.refusals = {kernel.id: kernel.refusal(arch, rows) for kernel in menu}
         self.regions: dict[tuple[str, tuple[int, ...]], Region] = {}
         self.ranks: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
@@ -103,6 +106,8 @@ class _Matcher:
             self._fail(nodes, (nodes[-1].name, "value {} is made by {}, not by {}",
                                (name, node.op if node else "nothing", op)))
             return []
+        if step.node.beside and not step.shared:
+            return self.halves.get((nodes[0].layer, nodes[0].stage, op), [])
         # a sibling: look among the readers of the shared rows. Weights, states and indices tie nothing
         # together (a slot index is read by every layer).
         values = self.graph.values

@@ -100,7 +100,8 @@ def _margin(alternative: Alternative, toll: int) -> str:
     more = round(alternative.dearer / toll) if toll else 0
     if more:
         rest = (alternative.dearer - more * toll) / 1e6
-        return f"{more} launch{'es' if more > 1 else ''} more, {_us(abs(rest))} us {'dearer' if rest > 0 else 'cheaper'}"
+        launches = f"{more} launch{'es' if more > 1 else ''} more"
+        return f"{launches}, {_us(abs(rest))} us {'dearer' if rest > 0 else 'cheaper'}"
     if alternative.dearer:
         return f"{_us(alternative.dearer / 1e6)} us dearer"
     if alternative.launches:

@@ -152,7 +152,7 @@ class PlanFile(Section):
     numerics: NumericsSection = Field(default=NumericsSection(), description="Precision.")
     profile: Literal["auto", "fused", "stock"] = Field(
         default="auto",
-        description="auto: the cheapest cover. fused: the fewest launches. stock: one kernel for each op, the baseline.",
+        description="auto: the cheapest cover. fused: the fewest launches. stock: one kernel an op, the baseline.",
     )
     choices: ChoicesSection = Field(default=ChoicesSection(), description="Algebra to fix by hand.")
     capture: CaptureSection = Field(default=CaptureSection(), description="What is captured.")

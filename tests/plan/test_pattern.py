@@ -52,6 +52,25 @@ def test_two_optional_nodes_make_four_variants_and_chain() -> None:
     assert variants[3].aliases == (("a", "x"), ("b", "x"))
 
 
+def test_a_node_beside_shares_no_value_and_needs_picks_it() -> None:
+    text = "e = experts(x, ids)\np = linear(y, w)\nq = linear(z, v)\nout = add(e, p)"
+    pattern = "& s = linear(a, w)\no = experts(x, ids)\n-> s, o"
+    regions, _ = find(text, "out q", kernel("k", pattern))
+    assert [names(region) for region in regions] == [["e", "p"], ["e", "q"]]
+    picky = kernel("k", pattern, needs=lambda region: None if region.binding["a"] == "y" else "not that one")
+    regions, _ = find(text, "out q", picky)
+    assert [(names(region), region.binding["s"], region.outputs) for region in regions] == [
+        (["e", "p"], "p", ("p", "e"))]
+    assert Pattern.parse("k", pattern).variants[0].nodes[0].beside
+
+
+def test_a_node_beside_does_not_depend_on_the_others() -> None:
+    after = "e = experts(x, ids)\nm = norm(e)\np = linear(m, w)"
+    regions, misses = find(after, "p", kernel("k", "& s = linear(a, w)\no = experts(x, ids)\n-> s, o"))
+    assert not regions
+    assert misses[0].reason == "a path leaves the region and returns through m"
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("", "k: the pattern has no node"),
     ("a = f(x)", "k: the last line must be '-> name, ...', what may be read outside"),
