@@ -7,10 +7,11 @@ absent experts would add is exactly zero. I is a multiple of 32, nothing is padd
 
 Layout: one block on each multiprocessor, four kinds of warps. Every distinct expert is read once, whoever chose it:
 one warp sorts the ids by a bit set. Then
-* the copier streams weights through a ring of slots in shared memory by bulk copies: first the units of 8 gate and 8
-  up rows that are this block's (every ``blocks``-th of all experts' units), then of every expert the rows of W2 that
-  make this block's columns. It never waits for anything but a free slot, so W2 is on its way while the first half
-  computes;
+* the copier streams weights through a ring of slots in shared memory: first the units of 8 gate and 8 up rows that are
+  this block's (every ``blocks``-th of all experts' units), then of every expert the rows of W2 that make this block's
+  columns. It never waits for anything but a free slot, so W2 is on its way while the first half computes. With
+  ``bulk`` one warp hands rows to the copy engine, without it two warps copy 16 bytes a lane (``cp.async``), slot by
+  slot in turn;
 * 16 warps multiply. In the first half each has its columns of x as operands in registers, for the whole launch: of a
   unit, gate rows are rows 0 to 7 of a matrix instruction, up rows are 8 to 15, tokens its 8 columns, so one lane has
   the gate and the up of the same row. All tokens are multiplied with all experts of the step: the columns are free;
@@ -32,13 +33,18 @@ once. With activation "mxfp8" rows of x and activations are rounded to MXFP8 as 
 path.
 
 Arithmetic for a TP16 rank of Kimi K3 (D 3584, I 192, k 16) on an H200: 17.5 MB at one row, 132 MB at 8 (120 experts):
-floors 6.3 and 32 us (2.35 us + bytes / 4.44 TB/s). A lane decodes 16 weights for one pair of matrix instructions: 22
-instructions, 4 for the scales, 4 multiply-adds, 5 to load; 2.3 a weight in all, 1.3 of them on the integer pipe. So 8
-rows take 19 us of issue and 21 us of the integer pipe, under the 32 us of memory; one row 1.5 us for the three units
-of a block, of which the last is not hidden, and 0.8 us for its columns. At one row 384 units lie on 132 blocks (3 or
-2) and 28 columns on 128 of them: 97 % of the bytes' mean, all of them in flight at once (137 KB a block, 6 slots of 30
-KB).
-Measured: not yet.
+floors 6.3 and 32 us (2.35 us + bytes / 4.44 TB/s). A lane decodes 16 weights for one pair of matrix instructions: 16
+permutes and masks and 2 shifts on the integer pipe, 4 left shifts on the multiplier, 4 instructions for the scales, 4
+multiply-adds; the compiler makes 257 instructions of a unit (112 weights a lane), 126 of them on the integer pipe, 1.1
+a weight. At the rate of memory a unit has 1600 cycles: 16 warps need 1030 to issue and 1010 of the integer pipe. At
+one row 384 units lie on 132 blocks (3 or 2) and 28 columns on 128 of them: 97 % of the bytes' mean, all of them in
+flight at once (137 KB a block, 6 slots of 30 KB).
+Measured on an H200, plain launches in one graph, weights cold: 44.2 us at 8 rows (131 MB, floor 31.9; the two Triton
+launches take 49.1 with programmatic edges), 80.7 us at 8 rows of a TP8 rank (263 MB, floor 61.5). 4 slots or 6 make no
+difference, so it is not what is in flight. No pipe is full by this count either. Not shown, but left as causes: the
+copier, which hands out 18 copies of 1.8 KB a unit one after the other, and the latency of decode and products. One row
+was checked and not timed, and so was the other way to copy. Error against the fp32 reference: 0.51 to 0.53 of the bf16
+chain's; with "mxfp8", 0.29 to 0.43.
 """
 from __future__ import annotations
 
@@ -55,7 +61,9 @@ from .moe_experts_menu import LIST_BITS, MOST_BLOCKS, PARITIES
 from .moe_experts_plan import FRAGMENT, PARTIALS, THREADS, TILE, TOKENS, TOP_EXPONENT, WARPS, Config, Static
 from .moe_parts import (
     arrive,
+    arrive_copied,
     await_phase,
+    copy_async,
     copy_bulk,
     expect_bytes,
     init_barrier,
@@ -98,7 +106,7 @@ from .primitives import (
     unpack,
 )
 
-COPIER, FINISHER = WARPS, WARPS + 1
+COPIER, SECOND, FINISHER = WARPS, WARPS + 1, WARPS + 2
 MULTIPLYING = 32 * WARPS  # threads
 MULTIPLIERS, LISTED = 1, 2  # named barriers: of the warps that multiply; of all, once the list of experts is made
 
@@ -194,7 +202,7 @@ def _list_experts(at: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: 
 
 @cute.jit
 def _copy(at: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """One warp: streams this block's weights through the ring, units of the first half and then of the second."""
+    """One warp: has the copy engine stream this block's weights, units of the first half and then of the second."""
     policy = stream_policy()
     fill = Int32(0)
     half = p.width // 2
@@ -243,6 +251,69 @@ def _copy(at: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlas
             copy_bulk(shared + where["ring"] + slot * p.slot_bytes + to, select(scales, scale, packed),
                       select(scales, scale_bytes, rows * (p.inter // 2)), full, policy, guard)
             fill = fill + 1
+
+
+@cute.jit
+def _copy_async(at: Any, count: Any, which: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+                p: cutlass.Constexpr):
+    """Copier ``which`` of two: streams every other slot of this block's weights, 16 bytes a lane at a time."""
+    policy = stream_policy()
+    fill = which
+    half = p.width // 2
+    # 16 bytes number i of 8 rows, which lie end to end in memory and ``row_bytes`` apart in a slot
+    pieces = TILE * p.groups
+    to = []
+    for i in cutlass.range_constexpr(-(-pieces // 32)):
+        piece = lane + 32 * i
+        to.append(piece * FRAGMENT + piece // p.groups * (p.row_bytes - half))
+    for unit in cutlass.range(block + which * p.blocks, count * p.tiles, 2 * p.blocks, unroll=1):
+        slot = fill % p.slots
+        await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
+        expert = load_word(shared + where["list"] + (unit // p.tiles) * 4)
+        row = Int64(expert) * p.inter + Int64((unit % p.tiles) * TILE)
+        ring = shared + where["ring"] + slot * p.slot_bytes
+        for matrix, packed in enumerate((at.w1, at.w3)):
+            source = packed.toint() + row * half + Int64(lane * FRAGMENT)
+            for i in cutlass.range_constexpr(len(to)):
+                real = 1 if 32 * (i + 1) <= pieces else select(lane + 32 * i < pieces, Int32(1), Int32(0))
+                copy_async(ring + matrix * TILE * p.row_bytes + to[i], source + 512 * i, policy, real)
+        for matrix, scales in enumerate((at.s1, at.s3)):
+            source = scales.toint() + row * p.groups + Int64(lane * FRAGMENT)
+            for i in cutlass.range_constexpr(-(-TILE * p.groups // 512)):
+                real = select((lane + 32 * i) * FRAGMENT < TILE * p.groups, Int32(1), Int32(0))
+                copy_async(ring + 2 * TILE * p.row_bytes + matrix * TILE * p.groups + lane * FRAGMENT + 512 * i,
+                           source + 512 * i, policy, real)
+        arrive_copied(shared + where["full"] + slot * 8)
+        fill = fill + 2
+    turn = p.blocks - 1 - block
+    if turn < p.column_blocks:
+        first = turn * p.columns
+        rows = cutlass.min(Int32(p.columns), p.out_width - first)
+        # scales from the 16 bytes that hold the first to those that hold the last
+        begin = (first * p.inter_groups) & -16
+        scale_pieces = (((first + rows) * p.inter_groups + 15) & -16) - begin
+        scale_pieces = scale_pieces // FRAGMENT
+        pieces_of_rows = rows * p.inter_groups
+        units = (count * p.tiles - block + p.blocks - 1) // p.blocks
+        units = cutlass.max(units, Int32(0))
+        for start in cutlass.range((fill - units) * p.together, count, 2 * p.together, unroll=1):
+            slot = fill % p.slots
+            await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
+            ring = shared + where["ring"] + slot * p.slot_bytes
+            for own in cutlass.range(cutlass.min(Int32(p.together), count - start), unroll=1):
+                expert = load_word(shared + where["list"] + (start + own) * 4)
+                row = Int64(expert) * p.out_width
+                packed = at.w2.toint() + (row + Int64(first)) * (p.inter // 2) + Int64(lane * FRAGMENT)
+                scale = at.s2.toint() + row * p.inter_groups + Int64(begin + lane * FRAGMENT)
+                entry = ring + own * p.down_bytes + lane * FRAGMENT
+                for i in cutlass.range_constexpr(-(-p.columns * p.inter_groups // 32)):
+                    copy_async(entry + 512 * i, packed + 512 * i, policy,
+                               select(lane + 32 * i < pieces_of_rows, Int32(1), Int32(0)))
+                for i in cutlass.range_constexpr(-(-p.down_scales // 512)):
+                    copy_async(entry + p.columns * (p.inter // 2) + 512 * i, scale + 512 * i, policy,
+                               select(lane + 32 * i < scale_pieces, Int32(1), Int32(0)))
+            arrive_copied(shared + where["full"] + slot * 8)
+            fill = fill + 2
 
 
 @cute.jit
@@ -341,7 +412,7 @@ def _multiply_down(act: Any, fill: Any, count: Any, block: Any, warp: Any, lane:
         for i in cutlass.range_constexpr(2):
             reader = 2 * part + i
             held = load_signed_byte(shared + where["places"] + index * TOKENS + reader)
-            at = shared + where["weights"] + (reader * p.top_k + cutlass.max(held, Int32(0))) * 4
+            at = shared + where["weights"] + select(held >= 0, reader * p.top_k + held, Int32(0)) * 4
             weights.append(select(held >= 0, load_word(at).bitcast(Float32), Float32(0.0)))
         await_phase(shared + where["full"] + slot * 8, (turn // p.slots) & 1)
         rows = shared + where["ring"] + slot * p.slot_bytes + (index % p.together) * p.down_bytes
@@ -411,7 +482,7 @@ def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Conste
     """Barriers, an empty set of experts, no place of a token anywhere."""
     if thread == 0:
         for slot in cutlass.range_constexpr(p.slots):
-            init_barrier(shared + where["full"] + 8 * slot, 1)
+            init_barrier(shared + where["full"] + 8 * slot, 1 if p.bulk else 32)
             init_barrier(shared + where["empty"] + 8 * slot, p.slot_readers)
         for buffer in cutlass.range_constexpr(2):
             init_barrier(shared + where["partials_full"] + 8 * buffer, WARPS)
@@ -444,7 +515,14 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
     if warp == COPIER:
         _list_experts(at, lane, shared, where, p)
         cute.arch.barrier_arrive(barrier_id=LISTED, number_of_threads=THREADS, aligned=False)
-        _copy(at, load_word(shared + where["count"]), block, lane, shared, where, p)
+        if cutlass.const_expr(p.bulk):
+            _copy(at, load_word(shared + where["count"]), block, lane, shared, where, p)
+        else:
+            _copy_async(at, load_word(shared + where["count"]), Int32(0), block, lane, shared, where, p)
+    elif warp == SECOND:
+        cute.arch.barrier(barrier_id=LISTED, number_of_threads=THREADS)
+        if cutlass.const_expr(not p.bulk):
+            _copy_async(at, load_word(shared + where["count"]), Int32(1), block, lane, shared, where, p)
     elif warp == FINISHER:
         # the other part was read by the launch before and has to be zero for the next
         before = at.act.toint() + Int64((epoch & 1) ^ 1) * part
@@ -480,9 +558,9 @@ def bind(call: Call) -> Launch:
     assert blocks <= MOST_BLOCKS, f"{blocks} multiprocessors"
     static = Static(
         tokens=ids.shape[0], top_k=ids.shape[1], width=x.shape[1], inter=w1.shape[1], out_width=w2.shape[1],
-        local=w1.shape[0], experts=attrs["experts"], blocks=blocks, slots=config.slots, stride_x=row_stride(x),
-        stride_out=row_stride(out), beta=activation["beta"], linear_beta=activation["linear_beta"],
-        rounds=attrs["activation"] == "mxfp8", dependent=call.dependent_launch)
+        local=w1.shape[0], experts=attrs["experts"], blocks=blocks, slots=config.slots, bulk=config.bulk,
+        stride_x=row_stride(x), stride_out=row_stride(out), beta=activation["beta"],
+        linear_beta=activation["linear_beta"], rounds=attrs["activation"] == "mxfp8", dependent=call.dependent_launch)
     assert static.tokens <= TOKENS, f"{static.tokens} rows"
     assert static.local <= LIST_BITS, f"{static.local} experts of a rank"
     arguments = {name: tensors[name] for name in ("x", "ids", "rank", "weights", "w1", "w3", "s1", "s3", "w2", "s2")}

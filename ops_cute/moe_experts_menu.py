@@ -38,14 +38,15 @@ def _fits(region: Region, slots: int, blocks: int = 132) -> bool:
     attrs = region.attrs("experts_gate_up")
     plan = Static(
         tokens=ids[0], top_k=ids[1], width=2 * w1[2], inter=w1[1], out_width=region.value("w2").shape[1], local=w1[0],
-        experts=attrs["experts"], blocks=blocks, slots=slots, stride_x=0, stride_out=0, beta=1.0, linear_beta=1.0,
-        rounds=False, dependent=False)
+        experts=attrs["experts"], blocks=blocks, slots=slots, bulk=True, stride_x=0, stride_out=0, beta=1.0,
+        linear_beta=1.0, rounds=False, dependent=False)
     return plan.place()["end"] <= SHARED_LIMIT
 
 
 def configs(region: Region) -> list[dict[str, Any]]:
     """As much in flight as fits first; fewer slots leave room for a neighbour's blocks."""
-    return [{"slots": slots} for slots in (6, 5, 4, 3, 2) if _fits(region, slots)]
+    fitting = [slots for slots in (6, 4, 3, 2) if _fits(region, slots)]
+    return [{"slots": slots, "bulk": bulk} for bulk in (True, False) for slots in fitting]
 
 
 def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:

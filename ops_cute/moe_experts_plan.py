@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 GROUP = 32  # columns of one MXFP4 scale
 TOKENS = 8  # columns of a matrix instruction's second operand
-WARPS = 16  # that multiply; one more copies, one more finishes activations
-THREADS = 32 * (WARPS + 2)
+WARPS = 16  # that multiply; two more copy, one finishes activations
+THREADS = 32 * (WARPS + 3)
 TILE = 8  # rows of W1 and as many of W3: the two halves of a matrix instruction's 16
 CHUNK = 6  # most groups of a row of W2 whose activations a warp holds
 FRAGMENT = 16  # bytes: 8 columns of one lane, or 4 fp32 of one lane
@@ -17,9 +17,11 @@ SHARED_LIMIT = 232448  # bytes of a block
 
 @dataclass(frozen=True)
 class Config:
-    """Slots of the ring of weights. Fewer leave room for a neighbour on the multiprocessor."""
+    """Slots of the ring of weights (fewer leave room for a neighbour on the multiprocessor), and who copies: one warp
+    by ``bulk`` copies of rows, or two warps 16 bytes a lane."""
 
     slots: int = 6
+    bulk: bool = True
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Static:
     experts: int  # in all
     blocks: int
     slots: int
+    bulk: bool
     stride_x: int
     stride_out: int
     beta: float

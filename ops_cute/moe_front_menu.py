@@ -1,4 +1,4 @@
-"""Where ``cute.moe_front`` fits, its configurations and its workspace. No cutlass here."""
+"""Where ``cute.moe_front`` and its sharded form fit, their configurations and workspace. No cutlass here."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -6,12 +6,27 @@ from typing import Any
 
 from ..compiler.call import Scratch
 from ..compiler.kernel import KernelDef, Region
+from .all_reduce_attn_res_menu import mailbox
 from .moe_front_plan import SHARED_LIMIT, TILE, TOKENS, Static
 
 ARCH = ("sm_90", "sm_100", "sm_103")
+MOST_RANKS = 32  # a report has a bit for each
 MOST_KEYS = 1024  # experts: 32 keys in the registers of a lane
 MOST_BLOCKS = 256  # epochs that are kept, one for each thread block
 PARITIES = 2
+
+SHARDED = """
+logits = linear(x, router)
+f = linear(x, weight)
+gate = slice(f)
+up = slice(f)
+a = situ_and_mul(gate, up)
+part = slice(f)
+every = all_gather(logits)
+ids, weights = router_topk(every, bias)
+latent = all_gather(part)
+-> a, ids, weights, latent
+"""
 
 
 def row_groups(region: Region) -> tuple[int, int, int]:
@@ -32,8 +47,9 @@ def _needs(region: Region) -> str | None:
         return f"{columns} columns, {router} + {plain} + 2 x {pairs} rows: not multiples of 32 and {TILE}"
     if route["groups"] != 1:
         return f"experts in {route['groups']} groups, the kernel has one"
-    if not route["top_k"] <= 32 <= router <= MOST_KEYS:
-        return f"top {route['top_k']} of {router} experts, the kernel has at most 32 of 32 to {MOST_KEYS}"
+    experts = region.value("bias").shape[0]
+    if not route["top_k"] <= 32 <= experts <= MOST_KEYS:
+        return f"top {route['top_k']} of {experts} experts, the kernel has at most 32 of 32 to {MOST_KEYS}"
     return _needs_halves(region) or (None if configs(region) else "two slots do not fit shared memory")
 
 
@@ -46,6 +62,31 @@ def _needs_halves(region: Region) -> str | None:
     if again != middle or middle - start != end - middle or end != region.value("weight").shape[0]:
         return "gate and up are not the last rows of one projection"
     return None
+
+
+def _needs_shards(region: Region) -> str | None:
+    """Both gathers join columns, and the latent's part is the first of the projection."""
+    plain = row_groups(region)[1]
+    part, ranks = region.maker("part"), _ranks(region)
+    assert part is not None
+    if ranks > MOST_RANKS:
+        return f"{ranks} ranks, the kernel takes {MOST_RANKS}"
+    if (part.attrs["start"], part.attrs["stop"]) != (0, plain):
+        return "the gathered rows are not the first of the projection"
+    if any(node.attrs["dim"] != 1 for node in region.nodes if node.op == "all_gather"):
+        return "the kernel joins columns"
+    return _needs(region)
+
+
+def _ranks(region: Region) -> int:
+    return int(region.attrs("all_gather")["ranks"])
+
+
+def _sharded_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    """The mailbox of fragments of 4 logits and of 8 numbers of the latent."""
+    router, plain, _ = row_groups(region)
+    rows = region.value("x").shape[0]
+    return mailbox(_ranks(region), rows * (router // 4 + plain // 8), MOST_BLOCKS)
 
 
 def _fits(region: Region, slots: int) -> bool:
@@ -81,4 +122,7 @@ def _define(name: str, shared: bool, note: str) -> KernelDef:
 KERNELS: tuple[KernelDef, ...] = (
     _define("moe_front", True, "router, latent and shared projections, SiTU and the top-k in one launch"),
     _define("moe_front_plain", False, "router and latent projections and the top-k in one launch"),
+    KernelDef(id="cute.moe_front_sharded", pattern=SHARDED, entry="k3plan.ops_cute.moe_front_sharded:bind", arch=ARCH,
+              rows=(1, TOKENS), needs=_needs_shards, configs=configs, scratch=_sharded_scratch,
+              note="sharded router, latent and shared projections, both gathers and the top-k in one launch"),
 )

@@ -26,8 +26,9 @@ def publish_barriers() -> None:
     ptx("fence.mbarrier_init.release.cluster;", [], [])
 
 
-def arrive(at: Any, count: int = 1) -> None:
-    ptx(f"mbarrier.arrive.shared::cta.b64 _, [$0], {count};", [], [at])
+def arrive(at: Any, count: int = 1, guard: Any = 1) -> None:
+    ptx(f"{{ .reg .pred g; setp.ne.b32 g, $1, 0; @g mbarrier.arrive.shared::cta.b64 _, [$0], {count}; }}", [],
+        [at, Int32(guard)])
 
 
 def expect_bytes(at: Any, count: Any) -> None:
@@ -50,6 +51,17 @@ def copy_bulk(to: Any, source: Any, size: Any, barrier: Any, policy: Any, guard:
     """``size`` bytes (a multiple of 16, both ends on 16) into shared memory, counted at ``barrier``."""
     ptx("{ .reg .pred g; setp.ne.b32 g, $5, 0; @g cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
         ".L2::cache_hint [$0], [$1], $2, [$3], $4; }", [], [to, source, size, barrier, policy, Int32(guard)])
+
+
+def copy_async(to: Any, source: Any, policy: Any, guard: Any) -> None:
+    """16 bytes of each lane into shared memory; ``arrive_copied`` tells when they are there."""
+    ptx("{ .reg .pred g; setp.ne.b32 g, $3, 0; @g cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, $2; }", [],
+        [to, source, policy, Int32(guard)])
+
+
+def arrive_copied(at: Any) -> None:
+    """Arrives for this thread at a barrier once all its copies so far have come."""
+    ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", [], [at])
 
 
 # shared memory

@@ -88,32 +88,33 @@ def _flag(condition: Any) -> Any:
     return select(condition, Int32(1), Int32(0))
 
 
-def _bound(orders: Sequence[Any], lane: Any, top_k: int) -> Any:
+def _bound(orders: Sequence[Any], experts: Sequence[Any], top_k: int) -> Any:
     """The key that is the ``top_k``-th of the largest of each lane. A lane's ids rise: the first of equals is ahead."""
-    best, expert = orders[0], lane
-    for i, order in enumerate(orders[1:]):
+    best, expert = orders[0], experts[0]
+    for order, other in zip(orders[1:], experts[1:], strict=True):
         ahead = order > best
-        best, expert = select(ahead, order, best), select(ahead, lane + 32 * (i + 1), expert)
+        best, expert = select(ahead, order, best), select(ahead, other, expert)
     largest = key_of(best, expert)
     rank = Int32(0)
-    for other in range(32):
-        rank = rank + _flag(_key_of_lane(largest, Int32(other)) > largest)
+    for lane in range(32):
+        rank = rank + _flag(_key_of_lane(largest, Int32(lane)) > largest)
     holder = cute.arch.vote_ballot_sync(rank == top_k - 1)
     return _key_of_lane(largest, ptx("bfind.u32 $0, $1;", [Int32], [holder], pure=True))
 
 
 @cute.jit
-def choose(logits: Any, bias: Any, lane: Any, shared: Any, where: cutlass.Constexpr, ids: Any, weights: Any,
-           p: cutlass.Constexpr):
-    """Stores ids (i32, in falling order) and weights (fp32) of one row at two addresses. Lane l holds ``logits`` and
-    ``bias`` of experts l, l + 32, ...; shared memory has room for every key and logit."""
+def choose(logits: Any, bias: Any, experts: Any, real: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+           ids: Any, weights: Any, p: cutlass.Constexpr):
+    """Stores ids (i32, in falling order) and weights (fp32) of one row at two addresses. A lane holds ``logits`` and
+    ``bias`` of some ``experts`` (rising ids), those that are ``real`` (1, else 0); the lanes hold each expert once.
+    Shared memory has room for every key and logit."""
     orders = []
-    for i in cutlass.range_constexpr(p.keys):
+    for i in cutlass.range_constexpr(len(logits)):
         choice = select(logits[i] == logits[i], score_of(logits[i]) + bias[i], Float32(LAST_NUMBER))
         choice = select(choice == choice, choice, Float32(MINUS_INFINITY))
-        orders.append(select(lane + 32 * i < p.router, order_of(choice), Int32(LOWEST)))
-    bound = _bound(orders, lane, p.top_k)
-    reach = [_flag(key_of(order, lane + 32 * i) >= bound) for i, order in enumerate(orders)]
+        orders.append(select(real[i] == 1, order_of(choice), Int32(LOWEST)))
+    bound = _bound(orders, experts, p.top_k)
+    reach = [_flag(key_of(order, expert) >= bound) for order, expert in zip(orders, experts, strict=True)]
     count = Int32(0)
     for flag in reach:
         count = count + flag
@@ -123,8 +124,8 @@ def choose(logits: Any, bias: Any, lane: Any, shared: Any, where: cutlass.Conste
         after = after + select(lane >= (1 << step), lower, Int32(0))
     found = lane_value(after, Int32(31))
     place = after - count
-    for i in cutlass.range_constexpr(p.keys):
-        store_word(shared + where["keys"] + place * 8, SIGN - (lane + 32 * i), reach[i])
+    for i in cutlass.range_constexpr(len(logits)):
+        store_word(shared + where["keys"] + place * 8, SIGN - experts[i], reach[i])
         store_word(shared + where["keys"] + place * 8 + 4, orders[i], reach[i])
         store_shared(shared + where["logits"] + place * 4, [logits[i]], guard=reach[i])
         place = place + reach[i]

@@ -32,7 +32,7 @@ EXPERTS = 64  # of 896: enough that rows share some and not all
 def plan(tokens: int = 8, width: int = 3584, inter: int = 192, local: int = 896, blocks: int = 132,
          slots: int = 4) -> Static:
     return Static(tokens=tokens, top_k=16, width=width, inter=inter, out_width=width, local=local, experts=896,
-                  blocks=blocks, slots=slots, stride_x=width, stride_out=width, beta=4.0, linear_beta=25.0,
+                  blocks=blocks, slots=slots, bulk=True, stride_x=width, stride_out=width, beta=4.0, linear_beta=25.0,
                   rounds=False, dependent=False)
 
 

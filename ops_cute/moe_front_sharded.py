@@ -1,0 +1,241 @@
+"""The sharded front of a sparse layer in one launch: projections, SiTU, both gathers and the exact top-k; 1 to 8 rows.
+
+Contract: ``x`` bf16 [T, K] on every rank; a rank's rows of ``router`` bf16 [E / ranks, K] and of ``weight`` bf16 [P +
+2 A, K]: P rows of the latent, then gate and up of the shared experts; ``bias`` fp32 [E]. Results: ``a`` bf16 [T, A] of
+this rank, ``latent`` bf16 [T, P ranks], ``ids`` i32 and ``weights`` fp32 [T, k] of all experts, equal on all ranks.
+
+Layout: the blocks of ``moe_front.py``; what is to be gathered goes from the finishing warp's registers into the
+mailboxes of all ranks (``mailbox.py``), this one's too: of a token, a unit of the router is two fragments (4 logits
+each) and a unit of the latent is one (8 numbers). One warp of block ``blocks - 1 - t`` waits for the logits of row t
+and chooses; the same warp of the first blocks copies 32 fragments of the latent each.
+
+Waits: (0) "logits of a row", (1) "latent of a row". No block waits for another block of its launch but through what
+all ranks send, and the warps that send never wait; so a launch ends once every rank has begun its own and all blocks
+of a rank run at once: there is one for each multiprocessor. For several ranks of one process, which do not fit,
+sending and collecting are two launches. The weights are on their way before the wait for the producers.
+Epochs: one for each block, as ``mailbox.py`` says, counted by the warp that collects after both that use it have read
+it.
+Numerics: logits travel as fp32, the latent as bf16, rounded once; every rank chooses from the same bits.
+Bytes of a TP16 rank of Kimi K3 at one row: 15.0 MB, floor 5.7 us on an H200 (2.35 us + bytes / 4.44 TB/s); 131 units
+on 132 blocks, so that all the weights of the chip are in shared memory (115 KB a block) before x is there. Not
+measured. On an H200 it ran without a hang for all 16 and 8 ranks of a group in one process, and in loopback; its
+results were not compared with the op's there, and it was not timed.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+
+from ..compiler.call import Call, Launch, Link
+from .launching import KernelLaunch, LaunchSequence, await_producers, row_stride, start_dependents
+from .mailbox import Addresses, Mailbox, addresses, columns_of
+from .moe_front import (
+    COPIER,
+    EPOCH_READ,
+    FINISHER,
+    copy_units,
+    multiply_units,
+    start_ring,
+    sum_unit,
+)
+from .moe_front_plan import THREADS, TILE, TOKENS, Config
+from .moe_front_plan import Static as Plan
+from .moe_parts import multiprocessors, situ
+from .moe_topk import choose
+from .primitives import lane_value, lane_xor, load_words, pack, select, store_words
+from .protocol import PROTOCOL
+
+WAITS = ("logits of a row", "latent of a row")
+WHOLE, PUBLISH, COLLECT = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Static(Plan):
+    """The front's sizes (``router``, ``plain`` and ``pairs`` are one rank's), and how its results travel."""
+
+    ranks: int
+    table: tuple[str, ...]  # columns of the address table
+    slot: int  # bytes
+    stride_latent: int
+    phase: int
+    limit: int
+    multicast: bool = False
+
+    @property
+    def of_logits(self) -> int:
+        """Fragments of a row's logits from one rank."""
+        return self.router // 4
+
+    @property
+    def of_latent(self) -> int:
+        return self.plain // 8
+
+    @property
+    def fragments(self) -> int:
+        """Of a row from one rank."""
+        return self.of_logits + self.of_latent
+
+    @property
+    def keys(self) -> int:
+        """Experts of one lane of the warp that routes: whole fragments of 4."""
+        return 4 * -(-self.ranks * self.of_logits // 32)
+
+
+@cute.jit
+def _send_units(at: Any, box: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """One warp: adds up the warps' sums of a unit and sends them to every rank, or keeps the activations."""
+    done = Int32(0)
+    # a branch may not hold the mailbox itself, which is no value of the device
+    send = box.send
+    token, part = lane >> 2, lane & 3
+    real = token < p.tokens
+    for unit in cutlass.range(block, p.units, p.blocks, unroll=1):
+        sums = sum_unit(done, lane, shared, where)
+        others = [lane_xor(value, 1) for value in sums]
+        word = pack(sums)[0]
+        words = [lane_value(word, (lane & -4) + i) for i in range(4)]
+        if unit < p.router_units:
+            guard = select(real & ((part & 1) == 0), Int32(1), Int32(0))
+            four = [value.bitcast(Int32) for value in (*sums, *others)]
+            send(token * p.fragments + 2 * unit + (part >> 1), four, guard=guard)
+        elif unit < p.router_units + p.plain_units:
+            guard = select(real & (part == 0), Int32(1), Int32(0))
+            send(token * p.fragments + p.of_logits + unit - p.router_units, words, guard=guard)
+        else:
+            pair = (unit - p.router_units - p.plain_units) * (TILE // 2) + 2 * (part & 1)
+            ups = [lane_xor(value, 2) for value in sums]
+            both = [situ(g, u, p.beta, p.linear_beta) for g, u in zip(sums, ups, strict=True)]
+            store_words(at["a"] + Int64(token * p.stride_a + pair) * 2, pack(both),
+                        guard=select(real & (part < 2), Int32(1), Int32(0)))
+        done = done + 1
+
+
+def _look_afresh(box: Any, looks: Any) -> None:
+    """Forgets the looks that were counted in a branch: they are not known behind it."""
+    if box.limit:
+        box.looks = looks
+
+
+@cute.jit
+def _route(at: Any, box: Any, bias: Any, experts: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+           p: cutlass.Constexpr):
+    """One warp of one block for each row: waits for the row's logits of all ranks and chooses."""
+    token = p.blocks - 1 - block
+    look, wait, arm, report = box.look, box.wait, box.arm, box.report
+    looks = box.looks if p.limit else None
+    if token < p.tokens:
+        total = p.ranks * p.of_logits
+        places = []
+        for i in cutlass.range_constexpr(p.keys // 4):
+            index = cutlass.min(lane + 32 * i, Int32(total - 1))
+            places.append((index // p.of_logits, token * p.fragments + index % p.of_logits))
+        looked = [look(sender, fragment) for sender, fragment in places]
+        received = [wait(one) for one in looked]
+        report([(sender, words) for (sender, _), words in zip(places, received, strict=True)], 0)
+        cute.arch.sync_warp()
+        real = [select(lane + 32 * i < total, Int32(1), Int32(0)) for i in range(p.keys // 4)]
+        for i in cutlass.range_constexpr(p.keys // 4):
+            arm(*places[i], real[i])
+        choose([word.bitcast(Float32) for words in received for word in words], bias, experts,
+               [flag for flag in real for _ in range(4)], lane, shared, where, at["ids"] + Int64(token * p.top_k) * 4,
+               at["weights"] + Int64(token * p.top_k) * 4, p)
+    _look_afresh(box, looks)
+
+
+@cute.jit
+def _gather(at: Any, box: Any, block: Any, lane: Any, p: cutlass.Constexpr):
+    """One warp of the first blocks: fragments of the latent from all ranks to their place."""
+    look, wait, arm, report = box.look, box.wait, box.arm, box.report
+    each = p.ranks * p.of_latent
+    for index in cutlass.range(block * 32 + lane, p.tokens * each, p.blocks * 32, unroll=1):
+        token, inside = index // each, index % each
+        sender, fragment = inside // p.of_latent, inside % p.of_latent
+        place = sender, token * p.fragments + p.of_logits + fragment
+        words = wait(look(*place))
+        report([(sender, words)], 1)
+        arm(*place)
+        column = sender * p.plain + fragment * 8
+        store_words(at["latent"] + Int64(token * p.stride_latent + column) * 2, words)
+
+
+@cute.kernel
+def _moe_front_sharded(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
+    start_dependents(p.dependent)
+    thread, _, _ = cute.arch.thread_idx()
+    block, index, _ = cute.arch.block_idx()
+    at = Addresses(arguments, names, p.table, index)
+    where = p.place()
+    warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+    shared = cute.arch.get_dyn_smem(cutlass.Uint8, 128).toint()
+    start_ring(thread, shared, where, p)
+    if warp == COPIER:
+        if cutlass.const_expr(p.phase != COLLECT):
+            copy_units(at["router"], at["weight"], block, lane, shared, where, p)
+    elif warp >= FINISHER:
+        bias, experts = [], []
+        for i in cutlass.range_constexpr(p.keys // 4):
+            first = 4 * cutlass.min(lane + 32 * i, Int32(p.ranks * p.of_logits - 1))
+            bias += [word.bitcast(Float32) for word in load_words(at["bias"] + Int64(first) * 4)]
+            experts += [first + j for j in range(4)]
+        await_producers(p.dependent)
+        box = Mailbox(at, ranks=p.ranks, slot=p.slot, block=block, limit=p.limit, multicast=p.multicast)
+        count = box.count
+        cute.arch.barrier(barrier_id=EPOCH_READ, number_of_threads=64)
+        if warp == FINISHER:
+            if cutlass.const_expr(p.phase != COLLECT):
+                _send_units(at, box, block, lane, shared, where, p)
+        elif cutlass.const_expr(p.phase != PUBLISH):
+            _route(at, box, bias, experts, block, lane, shared, where, p)
+            _gather(at, box, block, lane, p)
+            cute.arch.sync_warp()
+            count(select(lane == 0, Int32(1), Int32(0)))
+    else:
+        await_producers(p.dependent)
+        if cutlass.const_expr(p.phase != COLLECT):
+            multiply_units(at["x"], block, warp, lane, shared, where, p)
+
+
+def _static(call: Call, tensors: dict[str, torch.Tensor], ranks: int) -> Static:
+    x, a, latent = tensors["x"], tensors["a"], tensors["latent"]
+    router, columns = tensors["router"].shape
+    attrs, activation = call.attrs["ids"], call.attrs["a"]
+    pairs = a.shape[1]
+    return Static(
+        tokens=x.shape[0], columns=columns, router=router, plain=tensors["weight"].shape[0] - 2 * pairs, pairs=pairs,
+        top_k=attrs["top_k"], blocks=multiprocessors(x.device), slots=Config(**call.config).slots,
+        stride_x=row_stride(x), stride_f=0, stride_a=row_stride(a), beta=activation["beta"],
+        linear_beta=activation["linear_beta"], renormalize=attrs["renormalize"], scaling=attrs["scaling"],
+        dependent=call.dependent_launch, ranks=ranks, table=columns_of(tuple(tensors), ranks),
+        slot=4 * call.scratch["mailbox"].shape[2], stride_latent=row_stride(latent), phase=WHOLE,
+        limit=call.wait_limit)
+
+
+def bind(calls: Sequence[Call], links: Sequence[Link]) -> Launch:
+    """The launch for the ranks of this process; ``links`` are those of their mailboxes."""
+    first = calls[0]
+    parities, ranks, _ = first.scratch["mailbox"].shape
+    assert parities == PROTOCOL.parities, f"mailbox of {parities} parts"
+    assert all(len(link.peers) == ranks for link in links), f"links to {[len(k.peers) for k in links]} of {ranks} ranks"
+    names = ("x", "router", "weight", "bias", "a", "latent", "ids", "weights")
+    tensors = [{name: call.tensors[name] for name in names} for call in calls]
+    for named in tensors:
+        for name in ("router", "weight", "bias", "ids", "weights"):
+            assert named[name].is_contiguous(), f"{name} {named[name].shape} {named[name].stride()}"
+        misaligned = [name for name in ("x", "latent") if named[name].data_ptr() % 16 or row_stride(named[name]) % 8]
+        assert not misaligned, f"{misaligned} do not lie on 16 bytes"
+    static = _static(first, tensors[0], ranks)
+    assert TOKENS >= static.tokens <= static.blocks, f"{static.tokens} rows, {static.blocks} multiprocessors"
+    assert static.slot >= static.tokens * static.fragments * 16, f"slot of {static.slot} bytes"
+    launch = KernelLaunch(
+        _moe_front_sharded, (static.blocks, len(calls), 1), THREADS, addresses(calls, links, tensors), static,
+        shared=static.place()["end"], dependent=static.dependent)
+    if len(calls) == 1:
+        return launch
+    return LaunchSequence(tuple(replace(launch, parameters=replace(static, phase=phase))
+                                for phase in (PUBLISH, COLLECT)))
