@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -22,7 +22,7 @@ from ..bind import Executable
 from ..capture import CapturedStep, capture
 from .codes import find_errors
 from .findings import Finding, find
-from .storage import changed_places, contents, fill_with_padding, kept_contents
+from .storage import KEPT, changed_places, contents, fill_with_padding, restore
 from .trace import Event, tracing
 from .tripwire import Break, DriverProbe, Tripwire, first_line, launched_outside
 
@@ -49,23 +49,35 @@ def audit_capture(executable: Executable, *, pad: bool = True, mode: str = "thre
     Raises BindError off a GPU, RecordError without cuda-bindings.
     """
     tripwire = Tripwire(executable, DriverProbe())
-    captured, error = None, None
-    with kept_contents(executable):
+    try:
+        kept = contents(executable, (*KEPT, "index"))
         if pad:
             fill_with_padding(executable)
-        before = contents(executable)
-        with _collections(tripwire), tracing(tripwire.trace):
-            try:
-                captured = capture(tripwire.wrapped, pool, error_mode=mode)
-            except Exception as raised:
-                error = raised
-        if captured is None:
-            # what broke may be the device itself: nothing can be put back then
-            state = process_state(executable)
-            return Audit(None, tuple(explain_break(tripwire, error, mode, state, origins)), state)
-        touched = changed_places(executable, before)
-    return Audit(replace(captured, executable=executable), (*observations(tripwire, origins),
-                                                            *written_slots(executable, touched, origins)))
+    except RuntimeError as refused:
+        state = process_state(executable)
+        text = (f"nothing can be captured here ({first_line(refused)}): an earlier capture failed or is still open; "
+                + "; ".join(state))
+        return Audit(None, (find("CG-015", text, plan=executable.plan, origins=origins),), state)
+    before = contents(executable)
+    captured, error = _watch(tripwire, pool, mode)
+    if captured is None:
+        state = process_state(executable)
+        with suppress(RuntimeError):  # what broke may be the device itself
+            restore(executable, kept)
+        return Audit(None, tuple(explain_break(tripwire, error, mode, state, origins)), state)
+    touched = changed_places(executable, before)
+    restore(executable, kept)
+    return Audit(captured, (*observations(tripwire, origins), *written_slots(executable, touched, origins)))
+
+
+def _watch(tripwire: Tripwire, pool: Any, mode: str) -> tuple[CapturedStep | None, Exception | None]:
+    """The capture, or what it raised."""
+    with _collections(tripwire), tracing(tripwire.trace):
+        try:
+            captured = capture(tripwire.wrapped, pool, error_mode=mode)
+        except Exception as error:
+            return None, error
+    return replace(captured, executable=tripwire.executable), None
 
 
 @contextmanager

@@ -22,7 +22,8 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A kernel on the device when the dump was made. ``exception`` is empty for one that only runs."""
+    """A kernel on the device when the dump was made; ``grid`` is zero where the dump does not tell it. ``exception`` is
+    empty for one that only runs; ``function`` is empty where the kernel had ended before its fault was known."""
 
     function: str
     grid: tuple[int, int, int]
@@ -30,11 +31,12 @@ class Fault:
     exception: str = ""
 
     def __str__(self) -> str:
-        return f"{self.function} on a grid of {self.grid}" + (f": {self.exception}" if self.exception else "")
+        at = f" on a grid of {self.grid}" if any(self.grid) else ""
+        return f"{self.function or 'a kernel that had ended'}{at}" + (f": {self.exception}" if self.exception else "")
 
 
 def read_core(path: Path, gdb: str | None = None) -> list[Fault]:
-    """Kernels in a core dump, the faulting one first. Empty without cuda-gdb."""
+    """Kernels in a core dump, the faulting one first. Empty without cuda-gdb, whose words are kept beside the dump."""
     gdb = gdb or next((found for name in GDB if (found := shutil.which(name))), None)
     if gdb is None:
         return []
@@ -43,6 +45,7 @@ def read_core(path: Path, gdb: str | None = None) -> list[Fault]:
         done = subprocess.run(run, capture_output=True, text=True, timeout=SECONDS, errors="replace")
     except (OSError, subprocess.TimeoutExpired):
         return []
+    path.with_name(f"gdb.{path.name}.txt").write_text(done.stdout + done.stderr)
     return parse(done.stdout + done.stderr)
 
 
@@ -50,17 +53,22 @@ def parse(text: str) -> list[Fault]:
     """Faults from what cuda-gdb prints."""
     named = re.search(r"CUDA Exception: (.+)", text) or re.search(r"CUDA_EXCEPTION_\d+, (.+)", text)
     exception = named.group(1).strip().rstrip(".") if named else ""
-    at = re.search(r"([A-Za-z_]\w*)(?:\([^)]*\))?\s*<<<\((\d+),(\d+),(\d+)\),\((\d+),(\d+),(\d+)\)", text)
     found = []
+    # with a grid, or as a plain frame of a kernel with line numbers
+    at = re.search(r"([A-Za-z_]\w*)(?:\([^)]*\))?\s*<<<\((\d+),(\d+),(\d+)\),\((\d+),(\d+),(\d+)\)", text)
+    frame = re.search(r"^#0\s+(?:0x[0-9a-f]+ in )?([A-Za-z_]\w*)\s*\(", text, re.M)
     if at:
         name, *numbers = at.groups()
         found.append(Fault(name, _three(numbers[:3]), _three(numbers[3:]), exception))
     row = r"^\s*\*?\s*\d+.*?\((\d+),(\d+),(\d+)\)\s+\((\d+),(\d+),(\d+)\)\s+([A-Za-z_]\w*)"
     for match in re.finditer(row, text, re.M):
         *numbers, name = match.groups()
-        fault = Fault(name, _three(numbers[:3]), _three(numbers[3:]), exception if not found else "")
+        faulted = exception if not found and (frame is None or frame.group(1) == name) else ""
+        fault = Fault(name, _three(numbers[:3]), _three(numbers[3:]), faulted)
         if not any(f.function == fault.function and f.grid == fault.grid for f in found):
             found.append(fault)
+    if exception and not any(f.exception for f in found):
+        found.insert(0, Fault(frame.group(1) if frame else "", (0, 0, 0), (0, 0, 0), exception))
     return found
 
 

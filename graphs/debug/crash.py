@@ -95,9 +95,10 @@ def run_watched(command: Sequence[str], folder: str | Path, *, limit: float = 60
         raise DebugError(f"{command[0]}: no such command\n  fix: give the command as in a shell, after --")
     seconds = time.monotonic() - started
     output = tuple((folder / "output.txt").read_text(errors="replace").splitlines()[-TAIL:])
-    faults = tuple(f for core in sorted(folder.glob("core.*")) for f in read_core(core))
+    cores = sorted(folder.glob("core.*"))
+    faults = tuple(f for core in cores for f in read_core(core))
     log = read_log(folder / "launches.jsonl")
-    found = explain_end(status, limit, output, faults, log, capture)
+    found = explain_end(status, limit, output, faults, log, capture, dumped=bool(cores) and status is not None)
     return Crash(tuple(command), status, seconds, tuple(found), faults, output, str(folder))
 
 
@@ -142,11 +143,11 @@ def read_log(path: Path) -> Log:
 
 
 def explain_end(status: int | None, limit: float, output: Sequence[str], faults: Sequence[Fault], log: Log,
-                capture: tuple[Record, LaunchPlan] | None = None) -> list[Finding]:
-    """What the end of a command means."""
+                capture: tuple[Record, LaunchPlan] | None = None, *, dumped: bool = False) -> list[Finding]:
+    """What the end of a command means. ``dumped``: the driver wrote a core dump without being asked."""
     error = _cuda_error(output)
     faulted = next((f for f in faults if f.exception), None)
-    if status == 0 and faulted is None:
+    if status == 0 and faulted is None and not dumped:
         return []
     place = _Place.of(log, faulted or (faults[0] if faults else None), capture)
     host = _last_line(output)
@@ -156,7 +157,7 @@ def explain_end(status: int | None, limit: float, output: Sequence[str], faults:
         code = "CG-072" if place.waits else "CG-073"
         what = "the launch never ended" if place.launch else "no launch of a plan was running"
         return [place.finding(code, f"no end in {limit:g} s: {what}{running}{stack}")]
-    if error is not None or faulted is not None:
+    if error is not None or faulted is not None or dumped:
         kernel = str(faulted) if faulted else place.kernel
         words = f"{error.number} {error.runtime} ({error.text})" if error else "a fault on the device"
         return [place.finding("CG-071", f"{words}{f' in {kernel}' if kernel else ''}{place.which}")]
@@ -180,8 +181,10 @@ class _Place:
         if log.open:
             key, number = log.open[-1]
             name, layer, kernel, ops = log.plans[key][number]
-            return cls(name, layer, kernel, tuple(ops), key, ", the launch that never ended")
-        if fault is None or capture is None:
+            # a store to nowhere may fault after its kernel has ended
+            which = ", the launch that never ended" + ("" if fault and fault.function else ", or one shortly before it")
+            return cls(name, layer, kernel, tuple(ops), key, which)
+        if fault is None or not fault.function or capture is None:
             return cls(which=", in none of the logged launches" if log.plans else "")
         record, plan = capture
         same = [n for n in record.nodes if n.function == fault.function and n.launch is not None]

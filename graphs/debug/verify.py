@@ -133,7 +133,11 @@ def _diagnosis(case: _Case, rebind: Callable[[LaunchPlan], Executable], found: l
     at, unlike = plan.launches[number], case.unlike(number + 1)
     how = unlike.text if unlike else "not in every replay"
     tried: dict[str, bool] = {}
-    for name, code, words in _VARIANTS:
+    again = _changed(case, rebind, {})
+    if all(again.unlike(n) is None for n in (number + 1, len(plan.launches))):
+        # what was bound is not what the plan says: no variant of the plan can tell why
+        tried[BOUND_AGAIN] = True
+    for name, code, words in () if tried else _VARIANTS:
         variant = _variant(case, name, rebind)
         if variant is None:
             continue
@@ -147,6 +151,7 @@ def _diagnosis(case: _Case, rebind: Callable[[LaunchPlan], Executable], found: l
     return _told(case, text, [find(code, f"{text}: {how}", plan=plan, launch=at, origins=origins), *found], tried)
 
 
+BOUND_AGAIN = "the same plan, bound again"
 _VARIANTS = (
     ("dependent launch off", "CG-063", "only with programmatic launch: {launch} reads before {producer} wrote"),
     ("one stream", "CG-064", "only with several streams: {launch} does not wait for {producer}"),
@@ -161,10 +166,15 @@ def _variant(case: _Case, name: str, rebind: Callable[[LaunchPlan], Executable])
         full = _without_padding(executable, case)
         return replace(case, start=full) if full is not None else None
     drop: dict[str, Any] = {"dependent": False} if name == "dependent launch off" else {"stream": 0}
-    changed = tuple(replace(launch, **drop) for launch in plan.launches)
-    if changed == plan.launches:
+    if all(getattr(launch, key) == value for launch in plan.launches for key, value in drop.items()):
         return None
-    other = rebind(replace(plan, launches=changed))
+    return _changed(case, rebind, drop)
+
+
+def _changed(case: _Case, rebind: Callable[[LaunchPlan], Executable], drop: Mapping[str, Any]) -> _Case:
+    """The case with the plan bound again, its launches changed."""
+    executable, plan = case.executable, case.executable.plan
+    other = rebind(replace(plan, launches=tuple(replace(launch, **drop) for launch in plan.launches)))
     restore(executable, case.start)
     for mine, theirs in zip(executable.ranks, other.ranks, strict=True):
         for tensor in plan.inputs:

@@ -37,19 +37,20 @@ def on_gpu(how: str) -> None:
     globals()["tl"] = tl
 
     @triton.jit
-    def _write_far_away(address):
-        tl.store(address.to(tl.pointer_type(tl.float32)), 1.0)
+    def _read_far_away(address, y):
+        # a load: the kernel cannot end before its fault is known
+        tl.store(y, tl.load(address.to(tl.pointer_type(tl.float32))))
 
     @triton.jit
     def _spin(flag):
         while tl.load(flag, volatile=True) == 0:
             pass
 
-    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    flag, found = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(1, device="cuda")
 
     def act() -> None:
         if how.endswith("fault"):
-            _write_far_away[(3,)](0x7E0000000000)
+            _read_far_away[(3,)](0x7E0000000000, found)
         else:
             _spin[(2,)](flag)
 

@@ -12,18 +12,23 @@ from broken import launch_index, small_step
 from k3plan.compiler.errors import DebugError
 from k3plan.graphs.debug.core_dump import Fault, parse
 from k3plan.graphs.debug.crash import Log, explain_end, health_finding, read_health, read_log, run_watched
+from k3plan.graphs.debug.record import Bucket, Machine, Node, Record
 
 FAULTY = str(Path(__file__).with_name("faulty.py"))
 LAUNCH = "L0.attn.o_proj"
 
-# printed by cuda-gdb 13.0
-GDB_TEXT = """Opening GPU coredump: core.123
+# cuda-gdb's two ways to show a frame, after public reports of its users; not a recording
+WITH_GRID = """Opening GPU coredump: core.123
 [Current focus set to CUDA kernel 0, grid 9, block (2,0,0), thread (0,0,0), device 0, sm 4, warp 0, lane 0]
 CUDA Exception: Warp Illegal Address
-#0  0x00007f00d1 in _write_far_away<<<(3,1,1),(128,1,1)>>> ()
+#0  0x00007f00d1 in _read_far_away<<<(3,1,1),(128,1,1)>>> ()
   Kernel Parent Dev Grid Status   SMs Mask GridDim  BlockDim Invocation
-*      0      -   0    9 Active 0x00000010 (3,1,1) (128,1,1) _write_far_away()
+*      0      -   0    9 Active 0x00000010 (3,1,1) (128,1,1) _read_far_away()
        1      -   0   10 Active 0x00000010 (64,1,1) (32,1,1) _attend()
+"""
+WITH_LINE = """CUDA Exception: Warp Invalid Address Space
+The exception was triggered at PC 0x5ff3bb8 (attend.py:14)
+#0  0x0000000005ff3d30 in _attend () at attend.py:14
 """
 
 
@@ -69,11 +74,32 @@ def test_no_command(tmp_path: Path) -> None:
 
 
 def test_what_cuda_gdb_says() -> None:
-    assert parse(GDB_TEXT) == [
-        Fault("_write_far_away", (3, 1, 1), (128, 1, 1), "Warp Illegal Address"),
+    assert parse(WITH_GRID) == [
+        Fault("_read_far_away", (3, 1, 1), (128, 1, 1), "Warp Illegal Address"),
         Fault("_attend", (64, 1, 1), (32, 1, 1)),
     ]
+    assert parse(WITH_LINE) == [Fault("_attend", (0, 0, 0), (0, 0, 0), "Warp Invalid Address Space")]
+    assert parse("CUDA Exception: Device Illegal Address\n") == [
+        Fault("", (0, 0, 0), (0, 0, 0), "Device Illegal Address")]
     assert parse("nothing") == []
+
+
+def test_a_dump_alone_is_a_fault() -> None:
+    log = Log({"p": [["L0.sum", 0, "triton.add", ["residual_add"]]]}, (("p", 0),), ("p", 0))
+    found = explain_end(-6, 30.0, ["Fatal Python error: Aborted"], [], log, dumped=True)
+    assert [(f.code, f.launch) for f in found] == [("CG-071", "L0.sum")]
+    assert "or one shortly before it" in found[0].text
+
+
+def test_a_replay_is_told_by_kernel_and_grid() -> None:
+    plan = small_step().plan
+    at = launch_index(small_step(), LAUNCH)
+    machine = Machine("none", 1, "13.0", "2.11", "3.6")
+    nodes = (Node(0, "kernel", "_linear", (8, 1, 1), launch=at - 1), Node(1, "kernel", "_linear", (4, 1, 1), launch=at))
+    record = Record(plan.key, machine, Bucket(2, 1), nodes, (), ())
+    fault = Fault("_linear", (4, 1, 1), (128, 1, 1), "Warp Illegal Address")
+    found = explain_end(1, 30.0, [], [fault], Log({}, (), None), (record, plan))
+    assert [(f.code, f.launch, f.layer) for f in found] == [("CG-071", LAUNCH, 0)]
 
 
 def test_a_hang_in_a_collective() -> None:
