@@ -20,14 +20,13 @@ def define(name: str, bind: Callable[..., tuple[Any, tuple[torch.Tensor, ...]]],
            mutates_args: Sequence[str]) -> Any:
     """The operator ``name``. ``bind`` takes its arguments and gives a launch and the tensors that it writes.
 
-    Where torch.compile traces for a GPU, the operator becomes its Triton kernels, without programmatic edges; on a
-    CPU, where no kernel runs, and in an export it stays an operator.
+    Where torch.compile traces for a GPU, the operator becomes its Triton kernels, without programmatic edges. It
+    stays an operator on a CPU, where no kernel runs, in an export, and where shapes are symbols: a launch has numbers.
     """
 
     def run(*arguments: Any) -> Any:
         launch, results = bind(*arguments)
-        for part in launch.launches if isinstance(launch, LaunchSequence) else (launch,):
-            enqueue(part)
+        enqueue(launch)
         return returned(results)
 
     run.__signature__ = prototype  # type: ignore[attr-defined]
@@ -35,7 +34,9 @@ def define(name: str, bind: Callable[..., tuple[Any, tuple[torch.Tensor, ...]]],
     open_up = operator._torch_dispatch_fns[FunctionalTensorMode]
 
     def trace(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if all(x.device.type == "cpu" for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)):
+        tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+        symbols = any(isinstance(n, torch.SymInt) for x in tensors for n in (*x.shape, *x.stride()))
+        if symbols or all(x.device.type == "cpu" for x in tensors):
             return mode.__torch_dispatch__(op, types, args, kwargs)
         return open_up(mode, op, types, args, kwargs)
 
@@ -43,8 +44,12 @@ def define(name: str, bind: Callable[..., tuple[Any, tuple[torch.Tensor, ...]]],
     return operator
 
 
-def enqueue(launch: KernelLaunch) -> None:
+def enqueue(launch: KernelLaunch | LaunchSequence) -> None:
     """``launch()``, in a form that torch can trace."""
+    if isinstance(launch, LaunchSequence):
+        for part in launch.launches:
+            enqueue(part)
+        return
     kernel: Any = torch.library.wrap_triton(launch.kernel)
     kernel[launch.grid](**launch.pointers, **launch.constants, num_warps=launch.num_warps,
                         num_stages=launch.num_stages, **launch.options)

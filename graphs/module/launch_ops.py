@@ -177,17 +177,55 @@ def define(fused: FusedOp) -> Any:
 
 @dataclass(frozen=True)
 class Application:
-    """One launch in a program: its operator, the values that it reads and makes; ``plain`` has its meaning instead."""
+    """One launch in a program. ``layout`` has for each argument of the operator the index of its input, or of several.
+
+    ``meaning`` is the op's own function where it may be spelled out, and ``dtype`` what its result is rounded to.
+    """
 
     operator: Any
     inputs: tuple[str, ...]
-    outputs: Mapping[str, str | None]  # value -> the input value that it updates, None when it is made anew
-    op: str | None  # name of the op where it is only one
+    layout: tuple[int | tuple[int, ...], ...]
     attrs: Mapping[str, Any]
+    outputs: tuple[tuple[str, str | None], ...]  # value, and the input value that it updates or None when it is new
+    op: str | None = None  # name of the op where it is only one
+    meaning: Callable[..., Tensor] | None = None
+    dtype: torch.dtype | None = None
     fused: FusedOp | None = None
 
+    def run(self, inputs: list[Tensor], plain: bool) -> list[Tensor]:
+        """What is made anew, in the order of ``outputs``."""
+        if plain and self.meaning is not None:
+            return [self.meaning(*inputs, **self.attrs).to(self.dtype)]
+        arguments = [inputs[at] if isinstance(at, int) else [inputs[i] for i in at] for at in self.layout]
+        results = self.operator(*arguments, **self.attrs)
+        return list(results) if isinstance(results, (tuple, list)) else [] if results is None else [results]
 
-def register(plan: LaunchPlan) -> tuple[Application, ...]:
+
+@dataclass(frozen=True)
+class Program:
+    """A plan as applications of operators. All of it is names and numbers, so that torch.compile can read it."""
+
+    launches: tuple[Application, ...]
+    views: Mapping[str, tuple[str, Mapping[str, int]]]  # value -> the value that it is a slice of, and which
+    outputs: tuple[tuple[str, str], ...]
+
+    def run(self, tensors: Mapping[str, Tensor], *, plain: bool = False) -> dict[str, Tensor]:
+        """Applies the launches to weights, states, caches and step inputs by value name; returns the plan's outputs."""
+        values = dict(tensors)
+        for launch in self.launches:
+            made = launch.run([self._value(values, name) for name in launch.inputs], plain)
+            for name, source in launch.outputs:
+                values[name] = made.pop(0) if source is None else self._value(values, source)
+        return {name: values[value] for name, value in self.outputs}
+
+    def _value(self, values: dict[str, Tensor], name: str) -> Tensor:
+        if name not in values:
+            source, part = self.views[name]
+            values[name] = self._value(values, source).narrow(part["dim"], part["start"], part["stop"] - part["start"])
+        return values[name]
+
+
+def register(plan: LaunchPlan) -> Program:
     """Defines the operators of ``plan`` and returns its launches as applications of them.
 
     Raises BindError when the plan is one of several ranks.
@@ -196,50 +234,25 @@ def register(plan: LaunchPlan) -> tuple[Application, ...]:
         raise BindError(f"a plan of {plan.spec.parallel.tp} ranks has no operators: its launches meet in one process\n"
                         "  fix: export a plan with parallel.tp: 1, or run the bound step")
     graph, _ = lower(plan.spec)
-    return tuple(_application(plan, launch, graph) for launch in plan.launches)
+    views = {node.outputs[0]: (node.inputs[0], node.attrs) for node in graph.nodes if OPS[node.op].kind == "view"}
+    launches = tuple(_application(plan, launch, graph) for launch in plan.launches)
+    return Program(launches, views, tuple(plan.outputs.items()))
 
 
 def _application(plan: LaunchPlan, launch: Launch, graph: Graph) -> Application:
     kind, _, op = plan.choice(launch).entry.partition(":")
     if kind == "op":
-        alias, outputs = OPS[op].alias, {}
-        for index, name in enumerate(launch.results):
-            outputs[name] = launch.inputs[alias[index]] if index in alias else None
-        return Application(getattr(getattr(torch.ops, NAMESPACE), op), launch.inputs, outputs, op,
-                           plan.choice(launch).attrs["o0"])
+        alias, attrs = OPS[op].alias, dict(plan.choice(launch).attrs["o0"])
+        outputs = tuple((name, launch.inputs[alias[index]] if index in alias else None)
+                        for index, name in enumerate(launch.results))
+        positional, _ = arguments_of(op, range(len(launch.inputs)), attrs)
+        layout = tuple(tuple(at) if isinstance(at, list) else at for at in positional)
+        dtype = TORCH_DTYPES[plan.tensors[launch.outputs[0]].dtype] if launch.outputs else None
+        return Application(getattr(getattr(torch.ops, NAMESPACE), op), launch.inputs, layout, attrs, outputs, op,
+                           OPS[op].fn if op in PLAIN else None, dtype)
     fused = fused_op(plan, launch, graph)
     made: dict[str, str | None] = {fused.values[export]: fused.values[a] for export, a in fused.updated.items()}
     made |= dict.fromkeys(fused.values[name] for name in fused.results)
-    return Application(define(fused), (*(fused.values[a] for a in fused.arguments), *fused.rest), made, None, {}, fused)
-
-
-def run_program(plan: LaunchPlan, program: Sequence[Application], tensors: Mapping[str, Tensor], *,
-                plain: bool = False) -> dict[str, Tensor]:
-    """Applies ``program`` to weights, states, caches and step inputs by value name; returns the plan's outputs."""
-    views = {node.outputs[0]: node for node in lower(plan.spec)[0].nodes if OPS[node.op].kind == "view"}
-    values = dict(tensors)
-
-    def get(name: str) -> Tensor:
-        if name not in values:
-            values[name] = OPS["slice"].fn(get(views[name].inputs[0]), **views[name].attrs)
-        return values[name]
-
-    for step in program:
-        inputs = [get(name) for name in step.inputs]
-        made = _apply(plan, step, inputs, plain)
-        for name, source in step.outputs.items():
-            values[name] = made.pop(0) if source is None else get(source)
-    return {name: values[value] for name, value in plan.outputs.items()}
-
-
-def _apply(plan: LaunchPlan, step: Application, inputs: list[Tensor], plain: bool) -> list[Tensor]:
-    if step.fused is not None:
-        count = len(step.fused.arguments)
-        results = step.operator(*inputs[:count], *([inputs[count:]] if step.fused.rest else []))
-    elif plain and step.op in PLAIN:
-        (name,) = step.outputs
-        results = OPS[step.op].fn(*inputs, **step.attrs).to(TORCH_DTYPES[plan.tensors[name].dtype])
-    else:
-        positional, keywords = arguments_of(str(step.op), inputs, step.attrs)
-        results = step.operator(*positional, **keywords)
-    return list(results) if isinstance(results, (tuple, list)) else [] if results is None else [results]
+    inputs, count = (*(fused.values[a] for a in fused.arguments), *fused.rest), len(fused.arguments)
+    layout = (*range(count), *([tuple(range(count, len(inputs)))] if fused.rest else []))
+    return Application(define(fused), inputs, layout, {}, tuple(made.items()), fused=fused)

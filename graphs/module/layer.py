@@ -19,7 +19,7 @@ from ...compiler.plan import LaunchPlan
 from ..buckets import Buckets
 from ..load import TensorSource
 from .hf_cache import CacheMirror
-from .launch_ops import Application, register, run_program
+from .launch_ops import Program, register
 from .parameters import Parameters
 from .step import STORAGE, DecodeStep
 
@@ -32,7 +32,7 @@ class DecodeLayer(DecodeStep):
     """
 
     plain: bool = False
-    program: tuple[Application, ...] = ()
+    program: Program | None = None
     mirror: CacheMirror
 
     @classmethod
@@ -83,16 +83,17 @@ class DecodeLayer(DecodeStep):
         super()._hold(buckets, parameters)
         self.mirror = CacheMirror(self.executables[0])
 
-    def register_operators(self) -> tuple[Application, ...]:
+    def register_operators(self) -> Program:
         """Defines the operators of the largest plan; an export needs them. Raises BindError for several ranks."""
-        self.program = self.program or register(self.plans[0])
+        if self.program is None:
+            self.program = register(self.plans[0])
         return self.program
 
     def _run_operators(self, hidden: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor | None,
                        accepted: Tensor | None, blocks: Sequence[Tensor]) -> Tensor:
         """The plan's launches as operators over the module's buffers; shapes are the plan's own."""
         plan, step = self.plans[0], self.plans[0].spec.step
-        if not self.program:
+        if self.program is None:
             raise BindError("the layer has no operators yet\n  fix: call register_operators() before exporting it")
         if hidden.shape[:2] != (step.sequences, step.query):
             raise BindError(f"hidden: {tuple(hidden.shape[:2])} rows, an exported layer has "
@@ -104,5 +105,5 @@ class DecodeLayer(DecodeStep):
         named |= {name: tensor.flatten(0, 1) for name, tensor in given.items()}
         kept = {"slots": slots, "page_table": page_table, "accepted": accepted}
         named |= {name: tensor for name, tensor in kept.items() if tensor is not None}
-        stream = run_program(plan, self.program, named, plain=self.plain)["stream"]
+        stream = self.program.run(named, plain=self.plain)["stream"]
         return stream.unflatten(0, (step.sequences, step.query))

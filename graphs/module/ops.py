@@ -84,8 +84,11 @@ def flatten(arguments: Sequence[Any]) -> list[Tensor]:
     return found
 
 
-def arguments_of(name: str, inputs: Sequence[Tensor], attrs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments of the operator for an op's inputs and attributes, as a graph has them."""
+def arguments_of(name: str, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments of the operator for an op's inputs and attributes, as a graph has them.
+
+    An input is a tensor, or whatever stands for one.
+    """
     positional: list[Any] = []
     left = list(inputs)
     for parameter in signature(name):

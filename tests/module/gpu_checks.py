@@ -4,6 +4,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from k3plan.compiler.plan import LaunchPlan
 from k3plan.face import kernels, tuning
 from k3plan.graphs.checkpoint import Checkpoint
 from k3plan.graphs.make_checkpoint import make_checkpoint
-from k3plan.graphs.module.launch_ops import run_program
 from k3plan.graphs.module.layer import DecodeLayer
 from k3plan.graphs.module.step import DecodeStep
 
@@ -186,17 +186,16 @@ def check_operators(where: Path) -> str:
         plan, tensors = layer.plans[0], {n: t.clone() for n, t in layer.executables[0].ranks[0].tensors.items()}
         for name in (n for n, b in plan.buffers.items() if b.kind in ("state", "cache")):
             tensors[name].zero_()
-        program = [_checking(a, checked) for a in layer.register_operators()]
-        found = run_program(plan, program, {n: t for n, t in tensors.items() if n in plan.weights or n in plan.inputs
-                                            or (plan.buffers.get(n) and plan.buffers[n].kind in ("state", "cache"))})
+        program = layer.register_operators()
+        program = replace(program, launches=tuple(_checking(a, checked) for a in program.launches))
+        kept = {n for n, b in plan.buffers.items() if b.kind in ("weight", "state", "cache", "index")}
+        found = program.run({name: tensor for name, tensor in tensors.items() if name in kept})
         assert_close(found["stream"], wanted.flatten(0, 1), **EXACT)
         layers += 1
     return f"{len(checked)} fused launches checked, {layers} layers equal to the bit"
 
 
 def _checking(application: Any, checked: set[str]) -> Any:
-    from dataclasses import replace
-
     if application.fused is None or application.fused.name in checked:
         return application
     checked.add(application.fused.name)

@@ -16,7 +16,7 @@ from k3plan.compiler.compile import compile_spec
 from k3plan.compiler.errors import AddressError, BindError
 from k3plan.compiler.plan import LaunchPlan
 from k3plan.graphs.checkpoint import Checkpoint
-from k3plan.graphs.module.launch_ops import PLAIN, register, run_program
+from k3plan.graphs.module.launch_ops import PLAIN, register
 from k3plan.graphs.module.layer import DecodeLayer
 from k3plan.graphs.module.step import DecodeStep
 
@@ -188,9 +188,9 @@ def test_a_plan_for_a_gpu_runs_on_a_cpu_by_its_references(fused_plans: list[Laun
     for plan in fused_plans:
         tensors = made_tensors(plan, checkpoint)
         copies = {n: t.clone() for n, t in tensors.items()}
-        found = run_program(plan, register(plan), tensors)["stream"].float()
+        found = register(plan).run(tensors)["stream"].float()
         cpu = compile_spec(spec_like(plan))
-        wanted = run_program(cpu, register(cpu), copies)["stream"].float()
+        wanted = register(cpu).run(copies)["stream"].float()
         assert (found - wanted).square().mean().sqrt() < 0.02 * wanted.std()
         for name in tensors:
             if name.endswith((".state", ".cache", ".window")):
@@ -204,8 +204,9 @@ def test_opcheck_of_fused_launches(fused_plans: list[LaunchPlan], checkpoint: Ch
     checked: dict[str, Any] = {}
     for plan in fused_plans:
         program = register(plan)
-        assert {a.fused.kernel for a in program if a.fused} - {"triton.rms_norm"}
-        run_program(plan, [checking(a, checked) for a in program], made_tensors(plan, checkpoint))
+        assert {a.fused.kernel for a in program.launches if a.fused} - {"triton.rms_norm"}
+        replace(program, launches=tuple(checking(a, checked) for a in program.launches)).run(
+            made_tensors(plan, checkpoint))
     assert {name.split("_")[0] for name in checked} >= {"triton"}
     assert any(a.fused.mutated for a in checked.values())
     for application in checked.values():
@@ -230,10 +231,10 @@ def checking(application: Any, checked: dict[str, Any]) -> Any:
 
 def test_equal_launches_share_an_operator(folder: Path, tmp_path: Path) -> None:
     """Layers 2 and 1 have one MoE: by another name, not by another meaning."""
-    names = [{a.fused.name for a in register(layer_plan(tmp_path, folder, i, gpu="h200", numerics=BF16))
+    names = [{a.fused.name for a in register(layer_plan(tmp_path, folder, i, gpu="h200", numerics=BF16)).launches
               if a.fused} for i in (1, 3)]
     assert names[0] & names[1]
-    again = {a.fused.name for a in register(layer_plan(tmp_path, folder, 1, gpu="h200", numerics=BF16))
+    again = {a.fused.name for a in register(layer_plan(tmp_path, folder, 1, gpu="h200", numerics=BF16)).launches
              if a.fused}
     assert again == names[0]
 

@@ -55,7 +55,7 @@ def test_reasons() -> None:
 
 def test_plain_ops_are_arithmetic_only(folder: Path, tmp_path: Path) -> None:
     """Nothing that keeps a state, and nothing whose shape or path depends on data, is spelled out."""
-    used = {a.op for i in STAYS for a in register(layer_plan(tmp_path, folder, i))}
+    used = {a.op for i in STAYS for a in register(layer_plan(tmp_path, folder, i)).launches}
     for op in used - PLAIN:
         assert op in {"kda_conv", "kda_delta_rule", "mla_append", "mla_attend", "router_topk", "experts_gate_up",
                       "experts_down"}
