@@ -58,6 +58,16 @@ def test_chained_layers_are_the_model(layers: list[DecodeLayer], folder: Path, c
         assert_close(found, wanted, **EXACT)
 
 
+def test_a_layer_of_two_emulated_ranks(layers: list[DecodeLayer], folder: Path, checkpoint: Checkpoint, tmp_path: Path
+                                       ) -> None:
+    x, at = embedded(checkpoint, torch.tensor([[3], [5]])), torch.tensor([[0], [0]])
+    for index in (1, 2):
+        split = DecodeLayer.from_plan(layer_plan(tmp_path, folder, index, tp=2), checkpoint)
+        for _ in range(2):
+            assert_close(split(x, position_ids=at, blocks=[x]), layers[index](x, position_ids=at, blocks=[x]),
+                         rtol=1e-4, atol=1e-4)
+
+
 def test_slots_and_pages_default_to_those_of_the_row(layers: list[DecodeLayer], checkpoint: Checkpoint) -> None:
     first, mla = embedded(checkpoint, torch.tensor([[3], [5]])), layers[1]
     blocks, at = [torch.ones_like(first)], torch.tensor([[0], [0]])
