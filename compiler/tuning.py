@@ -28,7 +28,7 @@ class Tuned:
     key: str
     config: Mapping[str, Any]
     us: float
-    source: str  # GPU, versions and date of the measurement
+    source: str  # GPU, versions and date of the measurement; a line may have its own
     model_us: float | None = None  # what the cost model said of this shape when it was timed
 
 

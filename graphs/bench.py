@@ -1,7 +1,8 @@
 """How long a planned kernel takes on this GPU: calls in one CUDA graph, weights cold, replay timed by events.
 
 Weights, states and caches rotate through copies that together exceed the L2 cache several times; activations and
-workspace are shared by all calls, because in a step they are warm. ``tune`` and ``bench`` use the same clock.
+workspace are shared by all calls, because in a step they are warm. Of experts a call reads only those that its rows
+chose, so there the choice rotates over one set of weights. ``tune`` and ``bench`` use the same clock.
 """
 from __future__ import annotations
 
@@ -49,12 +50,16 @@ def time_region(region: Region, config: Mapping[str, Any] | None = None, *, depe
     """
     config = default_config(region) if config is None else dict(config)
     shared = random_inputs(region, device)
-    cold = {name: t for name, t in shared.items() if region.graph.values[name].role in COLD_ROLES}
-    sets = min(MOST_SETS, max(1, math.ceil(rotated_bytes / max(1, sum(t.nbytes for t in cold.values())))))
+    moved = traffic(region)
+    chosen = [name for name in region.inputs if _is_choice(region.graph.values[name])]
+    cold = {name: t for name, t in shared.items() if region.graph.values[name].role in COLD_ROLES and not chosen}
+    touched = moved.cold if chosen else sum(t.nbytes for t in cold.values())
+    sets = min(MOST_SETS, max(1, math.ceil(rotated_bytes / max(1, touched))))
     scratch = {name: allocate(wanted, device) for name, wanted in scratch_of(region, config).items()}
     launches, kept = [], []  # a kernel may know its tensors by address only
     for index in range(sets):
         own = {name: tensor if index == 0 else tensor.clone() for name, tensor in cold.items()}
+        own |= {name: _random(region, region.graph.values[name], device) for name in chosen}
         tensors = {**shared, **own}
         tensors |= {out: tensors[source] for out, source in in_place(region).items() if out in tensors}
         kept.append(tensors)
@@ -62,7 +67,12 @@ def time_region(region: Region, config: Mapping[str, Any] | None = None, *, depe
     launches[0]()  # compiles
     torch.cuda.synchronize()
     calls = sets * math.ceil(CALLS / sets)
-    return Timing(_replay_us(launches, calls), traffic(region), config, sets)
+    return Timing(_replay_us(launches, calls), moved, config, sets)
+
+
+def _is_choice(value: Value) -> bool:
+    """Whether a value holds the experts of each row."""
+    return value.dtype == "i32" and value.role == "activation"
 
 
 def _replay_us(launches: list[Any], calls: int) -> float:

@@ -127,4 +127,4 @@ def source_text() -> str:
 def tuned_lines(text: str) -> list[Tuned]:
     """The lines of a table's text."""
     data = json.loads(text)
-    return [Tuned(**line, source=data["source"]) for line in data["lines"]]
+    return [Tuned(**{"source": data["source"], **line}) for line in data["lines"]]

@@ -34,7 +34,7 @@ def tuning(gpu: str) -> Tuning:
         table = files(menu.rpartition(".")[0]) / "tuned" / f"{gpu}.json"
         if table.is_file():
             data = json.loads(table.read_text())
-            lines += [Tuned(**line, source=data["source"]) for line in data["lines"]]
+            lines += [Tuned(**{"source": data["source"], **line}) for line in data["lines"]]
     return Tuning(lines)
 
 
