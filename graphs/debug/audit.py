@@ -114,7 +114,8 @@ def _classify(tripwire: Tripwire, broken: Break, own: Sequence[Event], error: Ba
         if event.kind == "wait":
             return "CG-001", event.where, f"{event.name}: {broken.text}", broken.launch
         if event.kind in CODE_OF_EVENT:
-            code = CODE_OF_EVENT[event.kind]
+            # what is compiled is loaded next: the first use is what went wrong
+            code = "CG-006" if any(e.kind == "compile" for e in own) and not tuned else CODE_OF_EVENT[event.kind]
             return code, event.where, f"{event.name}, {event.kind} inside the capture: {broken.text}", broken.launch
     numbers = [e.number for e in find_errors(broken.text) + (find_errors(str(error)) if error else [])]
     number = next((n for n in numbers if n in CODE_OF_ERROR), numbers[0] if numbers else 0)
