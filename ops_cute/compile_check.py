@@ -19,7 +19,9 @@ SHARED_LIMIT = 232448
 
 _REGISTERS, _FRAME = 0x2F, 0x11  # attributes of .nv.info: registers a thread, bytes of local memory a thread
 _INSTRUCTION = 16  # bytes; the lower 12 bits are its operation
-_LOCAL = {0x387, 0x983}  # STL and LDL, on sm_90 as on sm_103
+# operations by number, the same from sm_90 to sm_103
+LOAD, WAIT = 0x981, 0x82E  # of global memory (LDG), and griddepcontrol.wait (ACQBULK)
+_LOCAL = {0x387, 0x983}  # STL and LDL
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,18 @@ def cubin_usage(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of local memory a thread, the most of the kernels in ``cubin``. A frame that no instruction
     touches does not count."""
     found: dict[int, int] = {_REGISTERS: 0, _FRAME: 0}
-    touched = False
     for name, content in _sections(cubin):
         if name == ".nv.info":
             for attribute, value in _attributes(content):
                 found[attribute] = max(found[attribute], value)
-        if name.startswith(".text."):
-            touched |= any(content[at] | (content[at + 1] & 15) << 8 in _LOCAL
-                           for at in range(0, len(content), _INSTRUCTION))
     assert found[_REGISTERS], "no register counts in the cubin"
-    return found[_REGISTERS], found[_FRAME] if touched else 0
+    return found[_REGISTERS], 0 if _LOCAL.isdisjoint(operations(cubin)) else found[_FRAME]
+
+
+def operations(cubin: bytes) -> list[int]:
+    """Numbers of the operations of the kernels in ``cubin``, in the order of the text."""
+    return [content[at] | (content[at + 1] & 15) << 8 for name, content in _sections(cubin)
+            if name.startswith(".text.") for at in range(0, len(content), _INSTRUCTION)]
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:

@@ -10,7 +10,9 @@ last slot, which is scratch; a row whose position is -1 gives zeros and changes 
 
 Bytes for H 6, D and R 128, one row: state 0.79 MB (read and written), f_b 0.20 MB, the rest 0.03 MB; 8 verify rows:
 the record's 0.15 MB more. flops 0.9 M a row, nothing. Floor on an H200 (2.35 us + bytes / 4.44 TB/s) 2.6 us alone; in
-a chain the reads come before the wait. Target 2.8 us at one row, 5.5 at 8.
+a chain the reads come before the wait. Target 2.8 us at one row, 5.5 at 8. Measured in a chain of its like (one H200,
+TP16): 2.02 us at one row, 4.40 at 8 verify rows (both 8 splits, 4 warps), 3.77 at 8 sequences (2 splits, 8 warps),
+20.9 at 64; the Triton twin takes 4.01, 7.21 and 5.96 there. Alone, without the dependent launch: 3.50, 6.49 and 5.47.
 
 Layout: ``splits`` blocks of threads share a head; each has D / splits rows of the state in registers, D / lanes
 elements a thread, and repeats the small work on q, k and the decay (an exchange would cost more). The gate projection

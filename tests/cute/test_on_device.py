@@ -11,10 +11,14 @@ import pytest
 import real_shapes
 
 from k3plan.compiler.build import build_graph
+from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.ir import Graph
+from k3plan.compiler.kernel import Menu
+from k3plan.compiler.ops import OPS
 from k3plan.compiler.passes.merge import merge_projections
 from k3plan.compiler.passes.shard import algebra_of, shard_graph
 from k3plan.compiler.spec import Parallel
+from k3plan.graphs.launch import default_config
 from k3plan.ops_cute.kernels import KERNELS as MENU
 
 # a gigabyte of weights: ``test_moe.py`` has them with fewer experts
@@ -42,12 +46,24 @@ def settings() -> list[RealSetting]:
     return found
 
 
+def every_shape(setting: RealSetting) -> list[kernel_check.Case]:
+    """Each kernel at every shape that it has in a step, in its default configuration. No collectives."""
+    regions, _ = find_regions(setting.graph(), Menu(KERNELS), rows=setting.sequences * setting.query)
+    found: dict[object, kernel_check.Case] = {}
+    for region in regions:
+        if all(OPS[node.op].kind != "comm" for node in region.nodes):
+            name = f"{region.kernel.id}-{setting.name}-{kernel_check._dims(region)}-{len(found)}"
+            case = kernel_check.Case(name, region, default_config(region), setting)
+            found.setdefault(kernel_check._shape(region), case)
+    return list(found.values())
+
+
 CASES = kernel_check.cases(KERNELS, settings())
+WHOLE_STEPS = [case for setting in settings() if setting.name in ("k3-tp16-S1xL1", "k3-tp16-S1xL8")
+               for case in every_shape(setting)]
 
 
 def test_every_kernel_has_a_real_case() -> None:
-    from k3plan.compiler.ops import OPS
-
     alone = [k.id for k in KERNELS if all(OPS[n.op].kind != "comm" for n in k.parsed.variants[0].nodes)]
     linear_only = {kernel for kernel in alone if kernel.endswith("silu")}
     missing = set(alone) - {case.region.kernel.id for case in CASES} - linear_only
@@ -55,6 +71,6 @@ def test_every_kernel_has_a_real_case() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *WHOLE_STEPS], ids=lambda case: case.name)
 def test_kernel_at_real_shapes(case: kernel_check.Case, device: str) -> None:
     kernel_check.check(case, device)
