@@ -1,17 +1,17 @@
 """Attention residuals in one launch: add the delta, mix up to 8 blocks and the prefix, norm; a cluster a row.
 
 Contract: as ``ops_triton/attn_res.py``. ``prefix`` bf16 [T, D] and ``delta`` (optional) give ``p = bf16(prefix +
-delta)``; with the blocks bf16 [T, D] (``rest``, oldest first) and ``score`` fp32 [D]: ``s_j = (v_j . score)
-rsqrt(mean v_j^2 + eps)``, softmax over the sources, mix, and ``h = mix rsqrt(mean mix^2 + eps) weight`` (the mix itself
-without ``weight``). Rows may be strided; D is a multiple of 8. ``p`` and ``h`` may be the storage of ``prefix``.
+delta)``; with the blocks bf16 [T, D] (``rest``, oldest first) and ``score`` fp32 [D]: ``s_j = (v_j . score) rsqrt(mean
+v_j^2 + eps)``, softmax over the sources, mix, and ``h = mix rsqrt(mean mix^2 + eps) weight`` (the mix itself without
+``weight``). Rows may be strided; D is a multiple of 8. ``p`` and ``h`` may be the storage of ``prefix``.
 
-Bytes (blocks + 3) D 2 a row and 6 D of weights: 8 blocks, D 7168, one row 0.2 MB; flops (blocks + 4)^2 D, nothing.
-The floor is latency: a dependent kernel in a graph is 0.57 us (H200). Target 1.2 us at one row and 1.8 at 8.
+Bytes (blocks + 3) D 2 a row and 6 D of weights: 8 blocks, D 7168, one row 0.2 MB; flops (blocks + 4)^2 D, nothing. The
+floor is latency: a dependent kernel in a graph is 0.57 us (H200). Target 1.2 us at one row and 1.8 at 8.
 Measured in a chain of its like (one H200): 1.95 us with one block and 2.13 with eight at one row (4 warps, 14 blocks a
-row), 2.32 and 2.84 at 8 rows (8 warps, 7 blocks); the Triton twin takes 3.65, 3.88, 4.21 and 4.53 there. Where the time
-goes, by cutting the kernel short (one block, 8 warps): wait 0.55, loads 0.30, products 0.48, exchange 0.42, sums 0.11,
-softmax, mix and norm 0.31. The gap to the target is instructions, not memory: the products' operands take as many moves
-as products, and two warps a scheduler share them.
+row), 2.32 and 2.84 at 8 rows (8 warps, 7 blocks); the Triton twin takes 3.65, 3.88, 4.21 and 4.53 there. Where the
+time goes, by cutting the kernel short (one block, 8 warps): wait 0.55, loads 0.30, products 0.48, exchange 0.42, sums
+0.11, softmax, mix and norm 0.31. The gap to the target is instructions, not memory: the products' operands take as
+many moves as products, and two warps a scheduler share them.
 
 Layout: a row is shared by a cluster of D / (128 ``warps``) blocks of threads. A warp takes 128 columns, twice. As an
 operand of the matrix units: rows 0..7 are the blocks, 8 the prefix, 13..15 the score as three bf16 rows that sum to it
@@ -21,9 +21,9 @@ mix follows from the products, ``sum p_i p_j (v_i . v_j)``, so that the blocks e
 all others by stores that count their own bytes at the receiver's barrier. Then each warp does the softmax for itself.
 
 Waits: barrier, ``score`` and ``weight`` before the wait for the producers; blocks, prefix and delta after it (any
-earlier kernel may still be running before it, so they may not be read sooner). The trigger is the first instruction. A block of the cluster is sent to
-after all of it has begun, and leaves after it has received all: the cluster's second barrier, entered after the
-exchange, holds what the exchange already implies.
+earlier kernel may still be running before it, so they may not be read sooner). The trigger is the first instruction. A
+block of the cluster is sent to after all of it has begun, and leaves after it has received all: the cluster's second
+barrier, entered after the exchange, holds what the exchange already implies.
 Numerics: bf16 products are exact, sums fp32, ``p`` is rounded to bf16 before it is used, ``h`` once.
 """
 from __future__ import annotations
