@@ -41,9 +41,10 @@ def _logged(file: int, plan: str, number: int, step: Callable[[], None]) -> None
     on_gpu = torch.cuda.is_initialized()
     if on_gpu and torch.cuda.is_current_stream_capturing():
         return step()
-    os.write(file, f'{{"plan": "{plan}", "start": {number}}}\n'.encode())
+    who = f'"plan": "{plan}", "pid": {os.getpid()}'
+    os.write(file, f'{{{who}, "start": {number}}}\n'.encode())
     step()
     if on_gpu:
         torch.cuda.synchronize()
-    os.write(file, f'{{"plan": "{plan}", "end": {number}}}\n'.encode())
+    os.write(file, f'{{{who}, "end": {number}}}\n'.encode())
     return None

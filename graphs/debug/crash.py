@@ -60,11 +60,11 @@ class Crash:
 
 @dataclass(frozen=True)
 class Log:
-    """The launch log: the plans that were bound, and the launches that began and never ended, the last one last."""
+    """The launch log: the plans that were bound, and the launches (plan, number) that began and never ended, the last
+    one last. Several processes may write one log."""
 
     plans: Mapping[str, Sequence[Sequence[Any]]]  # key -> (id, layer, kernel, ops) of each launch
     open: tuple[tuple[str, int], ...]
-    last: tuple[str, int] | None
 
 
 def run_watched(command: Sequence[str], folder: str | Path, *, limit: float = 600.0,
@@ -125,8 +125,7 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
 def read_log(path: Path) -> Log:
     """The launch log of a process that may have died in the middle of a line."""
     plans: dict[str, Any] = {}
-    running: dict[tuple[str, int], None] = {}
-    last = None
+    running: dict[tuple[int, str, int], None] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             entry = json.loads(line)
@@ -135,11 +134,10 @@ def read_log(path: Path) -> Log:
         if "launches" in entry:
             plans[entry["plan"]] = entry["launches"]
         elif "start" in entry:
-            last = entry["plan"], entry["start"]
-            running[last] = None
+            running[entry["pid"], entry["plan"], entry["start"]] = None
         else:
-            running.pop((entry["plan"], entry["end"]), None)
-    return Log(plans, tuple(running), last)
+            running.pop((entry["pid"], entry["plan"], entry["end"]), None)
+    return Log(plans, tuple((plan, number) for _, plan, number in running))
 
 
 def explain_end(status: int | None, limit: float, output: Sequence[str], faults: Sequence[Fault], log: Log,

@@ -60,6 +60,13 @@ def test_a_hang_names_the_launch_and_the_line(tmp_path: Path) -> None:
     assert "faulty.py" in crash.findings[0].text
 
 
+def test_two_ranks_write_one_log(tmp_path: Path) -> None:
+    lines = ['{"plan": "p", "pid": 1, "launches": [["a", 0, "k", ["add"]]]}', '{"plan": "p", "pid": 1, "start": 0}',
+             '{"plan": "p", "pid": 2, "start": 0}', '{"plan": "p", "pid": 1, "end": 0}', '{"plan": "p", "pi']
+    (tmp_path / "log").write_text("\n".join(lines))
+    assert read_log(tmp_path / "log").open == (("p", 0),)
+
+
 def test_an_error_of_the_host_is_none_of_cuda(tmp_path: Path) -> None:
     crash = run("host", tmp_path)
     assert [(f.code, f.launch) for f in crash.findings] == [("CG-074", None)]
@@ -85,7 +92,7 @@ def test_what_cuda_gdb_says() -> None:
 
 
 def test_a_dump_alone_is_a_fault() -> None:
-    log = Log({"p": [["L0.sum", 0, "triton.add", ["residual_add"]]]}, (("p", 0),), ("p", 0))
+    log = Log({"p": [["L0.sum", 0, "triton.add", ["residual_add"]]]}, (("p", 0),))
     found = explain_end(-6, 30.0, ["Fatal Python error: Aborted"], [], log, dumped=True)
     assert [(f.code, f.launch) for f in found] == [("CG-071", "L0.sum")]
     assert "or one shortly before it" in found[0].text
@@ -98,13 +105,13 @@ def test_a_replay_is_told_by_kernel_and_grid() -> None:
     nodes = (Node(0, "kernel", "_linear", (8, 1, 1), launch=at - 1), Node(1, "kernel", "_linear", (4, 1, 1), launch=at))
     record = Record(plan.key, machine, Bucket(2, 1), nodes, (), ())
     fault = Fault("_linear", (4, 1, 1), (128, 1, 1), "Warp Illegal Address")
-    found = explain_end(1, 30.0, [], [fault], Log({}, (), None), (record, plan))
+    found = explain_end(1, 30.0, [], [fault], Log({}, ()), (record, plan))
     assert [(f.code, f.launch, f.layer) for f in found] == [("CG-071", LAUNCH, 0)]
 
 
 def test_a_hang_in_a_collective() -> None:
     launches = [["embed", None, "triton.embed", ["embed"]], ["L0.sum", 0, "triton.all_reduce", ["all_reduce"]]]
-    log = Log({"p": launches}, (("p", 1),), ("p", 1))
+    log = Log({"p": launches}, (("p", 1),))
     found = explain_end(None, 30.0, [], [Fault("_exchange", (2, 8, 1), (128, 1, 1))], log)
     assert [(f.code, f.launch, f.layer) for f in found] == [("CG-072", "L0.sum", 0)]
     assert "_exchange on a grid of (2, 8, 1)" in found[0].text
@@ -113,7 +120,7 @@ def test_a_hang_in_a_collective() -> None:
 def test_the_first_error_counts() -> None:
     output = ["RuntimeError: Triton Error [CUDA]: misaligned address",
               "CUDA error: an illegal memory access was encountered"]
-    found = explain_end(1, 30.0, output, [], Log({}, (), None))
+    found = explain_end(1, 30.0, output, [], Log({}, ()))
     assert found[0].code == "CG-071"
     assert "716" in found[0].text
 
