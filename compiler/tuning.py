@@ -85,7 +85,9 @@ class Tuning:
         if near is not None and near.config in candidates and apart is not None:
             comparable = max(apart, default=0.0) <= COMPARABLE_OCTAVES
             return Setting(near.config, f"tuned at the nearest shape {near.key}", near=near, comparable=comparable)
-        return Setting(candidates[0], "first candidate, not tuned" if candidates[0] else "")
+        # the nearest shape's configuration is none of this shape's, but how far the model was off there still tells
+        return Setting(candidates[0], "first candidate, not tuned" if candidates[0] else "",
+                       near=near if apart is not None else None)
 
 
 def distance(left: str, right: str) -> float:
