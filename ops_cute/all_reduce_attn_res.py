@@ -13,6 +13,8 @@ warp, then each warp stores its sums in every block of the cluster; a barrier th
 would have to wait for the stores to the other ranks as well). The norm of the mix follows from the products, so that
 there is one exchange and not two.
 
+A row of one block keeps its sums at home, because a block that is launched without a cluster has no address in one.
+
 Waits: (0) "parts of a row" of each rank, after this rank has published its own. A block waits for no other block of its
 launch but those of its cluster, which the hardware starts together; every block publishes before it waits; so a launch
 ends once every rank has begun its own. The launch for all ranks of one process needs all blocks resident at once
@@ -22,6 +24,7 @@ The last act is a cluster barrier: no block leaves while another may still write
 Numerics: bf16 parts, fp32 sums in the order of the ranks, one rounding each of y, p and h; products and softmax fp32,
 exp and rsqrt by the hardware's approximations (2 ulp).
 """
+# ruff: noqa: SIM102 - what is known while the kernel is traced stands alone
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -30,6 +33,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch, Link
@@ -54,10 +58,10 @@ from .primitives import (
     maximum,
     pack,
     peer_address,
-    ptx,
     reciprocal,
     rsqrt,
     select,
+    send,
     store_shared,
     store_words,
     total,
@@ -66,6 +70,7 @@ from .primitives import (
 from .protocol import PROTOCOL
 
 WAITS = ("parts of a row",)
+MIXED = ("score", "weight", "h", "p", "prefix")  # tensors of ``mix_row`` beside the blocks
 WHOLE, PUBLISH, COLLECT = 0, 1, 2
 LANES = 32
 HEAD = 16  # bytes of the barrier before the sums
@@ -110,6 +115,11 @@ class Static:
         return self.threads // LANES
 
     @property
+    def shared(self) -> int:
+        """Bytes of shared memory: the barrier, the sums of every warp of the cluster, their totals."""
+        return HEAD + 4 * (self.early + self.late) * (self.cluster * self.warps + 1)
+
+    @property
     def early(self) -> int:
         """Products of the blocks with each other and with the score, known before the sum."""
         return self.blocks * (self.blocks + 1) // 2 + self.blocks
@@ -146,11 +156,11 @@ def _share(totals: Sequence[Any], count: int, sums: Any, warp: Any, first: int, 
         for turn in range(-(-p.cluster // copies)):
             target = turn * copies + lane // wide
             guard = (own < left) & (target < p.cluster)
-            place = peer_address(row + (group * LANES + own) * 4, target)
-            # a store that counts its bytes at the receiver's barrier
-            ptx("{ .reg .pred g; setp.ne.b32 g, $3, 0; "
-                "@g st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [$0], $1, [$2]; }", [],
-                [place, value, peer_address(sums, target), guard.to(Int32)])
+            place = row + (group * LANES + own) * 4
+            if p.cluster == 1:
+                store_shared(place, [value], guard=guard)
+            else:
+                send(peer_address(place, target), [value], peer_address(sums, target), guard=guard)
 
 
 def _totals(sums: Any, thread: Any, p: Static) -> list[Any]:
@@ -186,121 +196,149 @@ def _factors(totals: Sequence[Any], p: Static) -> list[Any]:
     return [share * scale for share in shares]
 
 
+def open_row(p: Static) -> None:
+    """First thing in a block that mixes, by one thread: the barrier that counts what the cluster sends to the block."""
+    barrier = cute.arch.get_dyn_smem(Int64, 16)
+    cute.arch.mbarrier_init(barrier, 1)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4 * (p.early + p.late) * p.cluster * p.warps)
+
+
+def mix_row(at: Addresses, thread: Any, part: Any, row: Any, block: Any, p: Static, *, publish: bool) -> None:
+    """A block's part of a row: sum, residual, mix and norm. ``publish``: the rank's own part is the tensor ``x`` and is
+    sent from here; otherwise other blocks of the rank send it. ``block``: whose epoch counts."""
+    if p.phase != PUBLISH:
+        cute.arch.cluster_arrive_relaxed()
+    fragments = p.width // 8
+    fragment = part * p.threads + thread
+    real = fragment < fragments if p.cluster * p.threads != fragments else None
+    if real is not None:
+        fragment = select(real, fragment, Int32(fragments - 1))
+    column = Int64(fragment) * 16
+    weight = load_words(at["weight"] + column)
+    score = [word.bitcast(Float32) for half in (0, 16) for word in load_words(at["score"] + 2 * column + half)]
+    await_producers(p.dependent)
+
+    # everything but the parts of the other ranks is on its way before anything is needed
+    x = load_words(at["x"] + Int64(row) * (2 * p.stride_x) + column) if publish else []
+    box = Mailbox(at, ranks=p.ranks, slot=p.slot, block=block, limit=p.limit, multicast=p.multicast)
+    held, prefix = [], []
+    if p.phase != PUBLISH:
+        held = [load_words(at[f"block{i}"] + Int64(row) * (2 * p.stride_block) + column) for i in range(p.blocks)]
+        prefix = load_words(at["prefix"] + Int64(row) * (2 * p.stride_prefix) + column) if p.add else []
+    where = row * fragments + fragment
+    if publish and p.phase != COLLECT:
+        box.send(where, x, guard=None if real is None else Int32(real))
+    if p.phase == PUBLISH:
+        return
+    if publish:
+        flat = hold_back([word for words in held for word in words], box.epoch, box.epochs)
+        held = [flat[i : i + 4] for i in range(0, len(flat), 4)]
+    if real is not None:
+        score = [select(real, s, Float32(0.0)) for s in score]
+        held = [[select(real, word, Int32(0)) for word in words] for words in held]
+    kept, h = _mix(box, thread, part, where, score, [unpack(words) for words in held], unpack(prefix), real, p)
+    if p.keep:
+        store_words(at["p"] + Int64(row) * (2 * p.stride_p) + column, kept, guard=real)
+    h = pack([m * w for m, w in zip(h, unpack(weight), strict=True)])
+    store_words(at["h"] + Int64(row) * (2 * p.stride_h) + column, h, guard=real)
+    box.count(Int32(thread == 0))
+    cute.arch.cluster_wait()
+
+
+def _mix(box: Mailbox, thread: Any, part: Any, where: Any, score: list[Any], sources: list[list[Any]],
+         prefix: list[Any], real: Any, p: Static) -> tuple[list[Any], list[Any]]:
+    """The new prefix of a thread's columns, 4 words, and their mix times the norm's factor, 8 fp32."""
+    lane, warp = thread % LANES, part * p.warps + thread // LANES
+    barrier = cute.arch.get_dyn_smem(Int64, 16)
+    sums = address(barrier)
+    early = [_dot(sources[i], sources[j]) for i in range(p.blocks) for j in range(i, p.blocks)]
+    early = sum_over_lanes(early + [_dot(source, score) for source in sources], lane)
+    cute.arch.cluster_wait()
+    _share(early, p.early, sums, warp, 0, lane, p)
+
+    looked = [box.look(sender, where) for sender in range(p.ranks)]
+    for sender in range(p.ranks):
+        box.arm(sender, where, None if real is None else Int32(real))
+    received = [box.wait(look) for look in looked]
+    box.report(list(enumerate(received)), 0)
+    y = unpack(received[0])
+    for words in received[1:]:
+        y = [a + b for a, b in zip(y, unpack(words), strict=True)]
+    if p.add:
+        y = [a + b for a, b in zip(rounded(y), prefix, strict=True)]
+    kept = pack(y)
+    last = unpack(kept if real is None else [select(real, word, Int32(0)) for word in kept])
+    late = [_dot(source, last) for source in (*sources, last)] + [_dot(last, score)]
+    _share(sum_over_lanes(late, lane), p.late, sums, warp, p.early, lane, p)
+    if p.cluster == 1:
+        cute.arch.sync_threads()
+    else:
+        cute.arch.mbarrier_wait(barrier, 0)
+    cute.arch.cluster_arrive_relaxed()
+    mix = [Float32(0.0)] * 8
+    for source, factor in zip((*sources, last), _factors(_totals(sums, thread, p), p), strict=True):
+        mix = [fma(factor, s, m) for m, s in zip(mix, source, strict=True)]
+    return kept, mix
+
+
 @cute.kernel
 def _all_reduce_attn_res(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
     start_dependents(p.dependent)
     thread, _, _ = cute.arch.thread_idx()
     part, index, row = cute.arch.block_idx()
-    lane = thread % LANES
-    if cutlass.const_expr(p.phase != PUBLISH):
-        barrier = cute.arch.get_dyn_smem(Int64, 16)
-        sums = address(barrier)
+    if cutlass.const_expr(p.phase != PUBLISH and p.cluster > 1):
         if thread == 0:
-            cute.arch.mbarrier_init(barrier, 1)
-            cute.arch.mbarrier_init_fence()
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4 * (p.early + p.late) * p.cluster * p.warps)
-        cute.arch.cluster_arrive_relaxed()
+            open_row(p)
     at = Addresses(arguments, names, p.columns, index)
-    fragments = p.width // 8
-    fragment = part * p.threads + thread
-    real = fragment < fragments
-    guard = None
-    if cutlass.const_expr(p.cluster * p.threads != fragments):
-        guard = real.to(Int32)
-        fragment = select(real, fragment, Int32(fragments - 1))
-    column = Int64(fragment) * 16
-    weight = load_words(at["weight"] + column)
-    score = [word.bitcast(Float32) for half in (0, 16)
-             for word in load_words(at["score"] + 2 * column + half)]
-    await_producers(p.dependent)
-
-    # everything but the parts of the other ranks is on its way before anything is needed
-    x = load_words(at["x"] + Int64(row) * (2 * p.stride_x) + column)
-    box = Mailbox(at, ranks=p.ranks, slot=p.slot, block=row * p.cluster + part, limit=p.limit, multicast=p.multicast)
-    where = row * fragments + fragment
-    if cutlass.const_expr(p.phase != PUBLISH):
-        held = [load_words(at[f"block{i}"] + Int64(row) * (2 * p.stride_block) + column) for i in range(p.blocks)]
-        if cutlass.const_expr(p.add):
-            prefix = unpack(load_words(at["prefix"] + Int64(row) * (2 * p.stride_prefix) + column))
-    if cutlass.const_expr(p.phase != COLLECT):
-        box.send(where, x, guard=guard)
-    if cutlass.const_expr(p.phase != PUBLISH):
-        if cutlass.const_expr(guard is not None):
-            score = [select(real, s, Float32(0.0)) for s in score]
-            held = [[select(real, w, Int32(0)) for w in words] for words in held]
-        late = hold_back([word for words in held for word in words], box.epoch, box.epochs)
-        held = [late[i : i + 4] for i in range(0, len(late), 4)]
-        sources = [unpack(words) for words in held]
-        early = [_dot(sources[i], sources[j]) for i in range(p.blocks) for j in range(i, p.blocks)]
-        early += [_dot(source, score) for source in sources]
-        early = sum_over_lanes(early, lane)
-        cute.arch.cluster_wait()
-        warp = part * p.warps + thread // LANES
-        _share(early, p.early, sums, warp, 0, lane, p)
-
-        looked = [box.look(sender, where) for sender in range(p.ranks)]
-        for sender in cutlass.range_constexpr(p.ranks):
-            box.arm(sender, where, guard)
-        received = [box.wait(look) for look in looked]
-        box.report(dict(enumerate(received)), 0)
-        y = unpack(received[0])
-        for words in received[1:]:
-            y = [a + b for a, b in zip(y, unpack(words), strict=True)]
-        if cutlass.const_expr(p.add):
-            y = [a + b for a, b in zip(rounded(y), prefix, strict=True)]
-        kept = pack(y)
-        if cutlass.const_expr(p.keep):
-            store_words(at["p"] + Int64(row) * (2 * p.stride_p) + column, kept, guard=guard)
-        if cutlass.const_expr(guard is not None):
-            kept = [select(real, word, Int32(0)) for word in kept]
-        last = unpack(kept)
-        late = [_dot(source, last) for source in (*sources, last)] + [_dot(last, score)]
-        _share(sum_over_lanes(late, lane), p.late, sums, warp, p.early, lane, p)
-        cute.arch.mbarrier_wait(barrier, 0)
-        cute.arch.cluster_arrive_relaxed()
-        factors = _factors(_totals(sums, thread, p), p)
-        mix = [Float32(0.0)] * 8
-        for source, factor in zip((*sources, last), factors, strict=True):
-            mix = [fma(factor, s, m) for m, s in zip(mix, source, strict=True)]
-        h = pack([m * w for m, w in zip(mix, unpack(weight), strict=True)])
-        store_words(at["h"] + Int64(row) * (2 * p.stride_h) + column, h, guard=guard)
-        box.count((thread == 0).to(Int32))
-        cute.arch.cluster_wait()
+    mix_row(at, thread, part, row, row * p.cluster + part, p, publish=True)
 
 
-def bind(calls: Sequence[Call], links: Sequence[Link]) -> Launch:
-    """The launch for the ranks of this process; ``links`` are those of their mailboxes."""
+def static_of(calls: Sequence[Call], links: Sequence[Link], config: Config, *, multicast: bool) -> Static:
+    """What a kernel that ends in ``mix_row`` is compiled for. Checks that the plan's shapes and addresses allow it."""
     first = calls[0]
-    config = Config(**first.config)
-    x, h, p, prefix = first.tensors["x"], first.tensors["h"], first.get("p"), first.get("prefix")
-    rows, width = x.shape
+    h, p, prefix = first.tensors["h"], first.get("p"), first.get("prefix")
+    rows, width = h.shape
     parities, ranks, slot = first.scratch["mailbox"].shape
     assert parities == PROTOCOL.parities, f"mailbox of {parities} parts"
     assert width % 8 == 0, f"rows of {width}"
     assert slot >= rows * width // 2, f"{rows} rows of {width}, slot of {slot} words"
     assert all(len(link.peers) == ranks for link in links), f"links to {[len(k.peers) for k in links]} of {ranks} ranks"
+    assert config.cluster * config.threads >= width // 8, f"{config} for {width // 8} fragments"
+    assert not multicast or len(calls) == 1, "a process with several ranks has no multicast address"
     strides = {row_stride(block) for block in first.rest}
     assert len(strides) == 1, f"blocks with strides {strides}"
-    named = []
+    return Static(
+        columns=(), width=width, blocks=len(first.rest), ranks=ranks, slot=4 * slot, cluster=config.cluster,
+        threads=config.threads, add=prefix is not None, keep=p is not None, eps=first.attrs["m"]["eps"],
+        out_eps=first.attrs["h"]["eps"], stride_x=0, stride_prefix=0 if prefix is None else row_stride(prefix),
+        stride_block=strides.pop(), stride_p=0 if p is None else row_stride(p), stride_h=row_stride(h), phase=WHOLE,
+        limit=first.wait_limit, dependent=first.dependent_launch, multicast=multicast)
+
+
+def tensors_of(calls: Sequence[Call], names: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+    """Of each rank the tensors of ``names`` that it has, and its blocks; all on 16 bytes."""
+    found = []
     for call in calls:
-        own = {name: call.tensors[name] for name in ("x", "score", "weight", "h", "p", "prefix") if call.get(name) is
-               not None} | {f"block{i}": block for i, block in enumerate(call.rest)}
+        own = {name: call.tensors[name] for name in names if call.get(name) is not None}
+        own |= {f"block{i}": block for i, block in enumerate(call.rest)}
         misaligned = [name for name, tensor in own.items() if tensor.data_ptr() % 16 or row_bytes(tensor) % 16]
         assert not misaligned, f"{misaligned} do not lie on 16 bytes"
-        named.append(own)
-    static = Static(
-        columns=columns_of(tuple(named[0]), ranks), width=width, blocks=len(first.rest), ranks=ranks, slot=4 * slot,
-        cluster=config.cluster, threads=config.threads, add=prefix is not None, keep=p is not None,
-        eps=first.attrs["m"]["eps"], out_eps=first.attrs["h"]["eps"], stride_x=row_stride(x),
-        stride_prefix=0 if prefix is None else row_stride(prefix), stride_block=strides.pop(),
-        stride_p=0 if p is None else row_stride(p), stride_h=row_stride(h), phase=WHOLE, limit=first.wait_limit,
-        dependent=first.dependent_launch)
-    assert config.cluster * config.threads >= width // 8, f"{config} for {width // 8} fragments"
-    shared = HEAD + 4 * (static.early + static.late) * (config.cluster * static.warps + 1)
-    grid, cluster = (config.cluster, len(calls), rows), (config.cluster, 1, 1)
-    launch = KernelLaunch(_all_reduce_attn_res, grid, config.threads, addresses(calls, links, named), static,
-                          cluster=cluster, shared=shared, dependent=static.dependent)
-    if len(calls) == 1 or fits_at_once(len(calls) * config.cluster * rows, x.device):
+        found.append(own)
+    return found
+
+
+def bind(calls: Sequence[Call], links: Sequence[Link], *, multicast: int = 0) -> Launch:
+    """The launch for the ranks of this process; ``links`` are those of their mailboxes. ``multicast``: the address at
+    which one store reaches the mailboxes of all ranks, where the device has one."""
+    x, config = calls[0].tensors["x"], Config(**calls[0].config)
+    tensors = tensors_of(calls, ("x", *MIXED))
+    static = replace(static_of(calls, links, config, multicast=bool(multicast)), stride_x=row_stride(x))
+    static = replace(static, columns=columns_of(tuple(tensors[0]), static.ranks))
+    grid, cluster = (config.cluster, len(calls), x.shape[0]), (config.cluster, 1, 1)
+    launch = KernelLaunch(_all_reduce_attn_res, grid, config.threads, addresses(calls, links, tensors, multicast),
+                          static, cluster=cluster, shared=static.shared, dependent=static.dependent)
+    if len(calls) == 1 or fits_at_once(len(calls) * config.cluster * x.shape[0], x.device):
         return launch
     return LaunchSequence(tuple(replace(launch, parameters=replace(static, phase=phase))
                                 for phase in (PUBLISH, COLLECT)))

@@ -27,6 +27,7 @@ from .primitives import lane_xor, pack, ptx, select, store_words, unpack
 from .protocol import FRAGMENT_BYTES, HEALTH_WORDS, PROTOCOL
 
 Words = list[Any]  # 4 Int32
+LANES = 32
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
@@ -37,17 +38,16 @@ def fma(a: Any, b: Any, c: Any) -> Any:
 def hold_back(words: Words, epoch: Any, epochs: Any) -> Words:
     """``words``, whose use begins after the stores above: what is in no hurry is not to delay them. The assembler moves
     nothing over what is a wait as far as it can see: an ``epoch`` (at address ``epochs``) is never negative."""
-    count = len(words)
-    touched = " ".join(f"xor.b32 ${i}, ${i}, e;" for i in range(count))
-    return ptx(f"""{{ .reg .pred p; .reg .b32 e; mov.b32 e, ${2 * count};
-        again: setp.ge.s32 p, e, 0; @p bra done;
-        ld.volatile.global.b32 e, [${2 * count + 1}]; {touched} bra again; done: }}""",
-               [Int32] * count, [*words, epoch, epochs], tied=count)
-
-
-def _guarded(text: str, guard: Any, number: int) -> str:
-    """``text``, executed where operand ``number`` is not zero, if there is a guard."""
-    return text if guard is None else f"{{ .reg .pred g; setp.ne.b32 g, ${number}, 0; @g {text} }}"
+    found: Words = []
+    for start in range(0, len(words), LANES):
+        some = words[start : start + LANES]
+        count = len(some)
+        touched = " ".join(f"xor.b32 ${i}, ${i}, e;" for i in range(count))
+        found += ptx(f"""{{ .reg .pred p; .reg .b32 e; mov.b32 e, ${2 * count};
+            again: setp.ge.s32 p, e, 0; @p bra done;
+            ld.volatile.global.b32 e, [${2 * count + 1}]; {touched} bra again; done: }}""",
+                     [Int32] * count, [*some, epoch, epochs], tied=count)
+    return found
 
 
 def rounded(values: Sequence[Any]) -> list[Any]:
@@ -79,6 +79,72 @@ def sum_over_lanes(values: Sequence[Any], lane: Any) -> list[Any]:
             step *= 2
         found.append(total)
     return found
+
+
+# what the mailboxes need of the GPU and no other kernel does
+
+
+def _guarded(text: str, guard: Any, number: int) -> str:
+    """``text``, executed where operand ``number`` is not zero, if there is a guard."""
+    return text if guard is None else f"{{ .reg .pred g; setp.ne.b32 g, ${number}, 0; @g {text} }}"
+
+
+def load_number(at: Any, kind: Any = Int32) -> Any:
+    """One number of memory that other kernels or the host write."""
+    return ptx(f"ld.global.b{kind.width} $0, [$1];", [kind], [at])
+
+
+def store_number(at: Any, value: Any, guard: Any) -> None:
+    """Stores an Int32 where ``guard`` (Int32) is not zero."""
+    ptx(_guarded("st.global.b32 [$0], $1;", guard, 2), [], [at, value, guard])
+
+
+def encode(word: Any) -> Any:
+    """What travels for a word: ``protocol.encode``."""
+    return ptx("{ .reg .b32 c; not.b32 c, $1; max.u32 $0, c, 1; }", [Int32], [word], pure=True)
+
+
+def send_words(at: Any, words: Words, guard: Any, *, multicast: bool = False) -> None:
+    """Stores 4 words in a peer's memory, or in that of all ranks, where ``guard`` (Int32, or None) is not zero."""
+    more = [] if guard is None else [guard]
+    if multicast:
+        # a store of bits: the type of the vector only says where they go
+        text = "multimem.st.relaxed.sys.global.v4.f32 [$0], {$1, $2, $3, $4};"
+        ptx(_guarded(text, guard, 5), [], [at, *(word.bitcast(Float32) for word in words), *more])
+    else:
+        ptx(_guarded("st.relaxed.sys.global.v4.b32 [$0], {$1, $2, $3, $4};", guard, 5), [], [at, *words, *more])
+
+
+def look_at(at: Any) -> Words:
+    """4 words that a peer may have written."""
+    return ptx(f"{_LOOK} [$4];", [Int32] * 4, [at])
+
+
+def wait_for(at: Any, words: Words) -> Words:
+    """Looks again until no word is zero."""
+    return ptx(f"{{ .reg .pred p; again: {_LATE} @!p bra done; {_LOOK} [$8]; bra again; done: }}", [Int32] * 4,
+               [*words, at], tied=4)
+
+
+def wait_bounded(at: Any, words: Words, looks: Any, limit: int) -> tuple[Words, Any]:
+    """The same, until ``looks`` has been counted up to ``limit``."""
+    *words, looks = ptx(
+        f"{{ .reg .pred p; again: {_LATE} @!p bra done; setp.ge.s32 p, $4, {limit}; @p bra done; add.s32 $4, $4, 1; "
+        f"{_LOOK} [$10]; bra again; done: }}", [Int32] * 5, [*words, looks, at], tied=5)
+    return words, looks
+
+
+_LOOK = "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3},"
+_LATE = ("setp.eq.b32 p, $0, 0; setp.eq.or.b32 p, $1, 0, p; setp.eq.or.b32 p, $2, 0, p; "
+         "setp.eq.or.b32 p, $3, 0, p;")
+
+
+def store_report(at: Any, values: Sequence[Any], missing: Any) -> None:
+    """Stores ``values`` (Int32, the first not zero) at ``at`` where ``missing`` is not zero and nobody has before."""
+    assert len(values) <= HEALTH_WORDS, f"{len(values)} words"
+    rest = " ".join(f"@p st.global.b32 [$0+{4 * i}], ${i + 1};" for i in range(1, len(values)))
+    ptx(f"{{ .reg .pred p; .reg .b32 o; setp.ne.b32 p, ${len(values) + 1}, 0; mov.b32 o, 1; "
+        f"@p atom.cas.b32 o, [$0], 0, $1; setp.eq.and.b32 p, o, 0, p; {rest} }}", [], [at, *values, missing])
 
 
 # addresses
@@ -131,8 +197,14 @@ class Addresses:
     def __getitem__(self, name: str) -> Any:
         if name in self.direct:
             return self.direct[name]
-        at = self.row + 8 * self.columns.index(name)
-        return ptx("ld.global.nc.b64 $0, [$1];", [Int64], [at], pure=True)
+        return self._load(self.columns.index(name))
+
+    def peer(self, number: Any) -> Any:
+        """The mailbox of a rank whose number (Int32) only the running kernel knows."""
+        return self._load(Int64(number) + self.columns.index("peer0"))
+
+    def _load(self, column: Any) -> Any:
+        return load_number(self.row + 8 * column, Int64)
 
 
 class Mailbox:
@@ -147,14 +219,13 @@ class Mailbox:
         self.ranks, self.slot, self.block, self.limit = ranks, slot, block, limit
         self.own, self.rank = at["mailbox"], at["rank"]
         self.epochs = at["epochs"] + Int64(block) * 4
-        self.epoch = ptx("ld.global.b32 $0, [$1];", [Int32], [self.epochs])
+        self.epoch = load_number(self.epochs)
         self.multicast = at["multicast"] if multicast else None
-        self.peers = [] if multicast else [at[f"peer{peer}"] for peer in range(ranks)]
+        self.at = at
         if limit:
             self.health, self.number = at["health"], at["number"]
-            reported = ptx("ld.relaxed.gpu.global.b32 $0, [$1];", [Int32], [self.health])
             # with a report nothing that comes is read as data any more
-            self.sound = reported == 0
+            self.sound = load_number(self.health) == 0
             self.looks = select(self.sound, Int32(0), Int32(limit))
         part = Uint32(self.epoch) % PROTOCOL.parities
         armed = (Uint32(self.epoch) + (PROTOCOL.parities - PROTOCOL.rearm_lag)) % PROTOCOL.parities
@@ -164,21 +235,16 @@ class Mailbox:
 
     def send(self, fragment: Any, words: Words, peer: Any = None, guard: Any = None) -> None:
         """This rank's fragment number ``fragment`` (Int32) into the mailbox of ``peer``, or of every rank."""
-        coded = [ptx("{ .reg .b32 c; not.b32 c, $1; max.u32 $0, c, 1; }", [Int32], [word], pure=True) for word in words]
-        offset = self.mine + Int64(fragment) * FRAGMENT_BYTES
         if self.limit:
             # a rank that waits no more may run ahead of its peers, into what they have still to read
-            sound = self.sound.to(Int32)
-            guard = sound if guard is None else guard & sound
-        more = [] if guard is None else [guard]
+            guard = Int32(self.sound) if guard is None else guard & Int32(self.sound)
+        coded = [encode(word) for word in words]
+        offset = self.mine + Int64(fragment) * FRAGMENT_BYTES
         if self.multicast is not None and peer is None:
-            # a store of bits: the type of the vector only says where they go
-            text = _guarded("multimem.st.relaxed.sys.global.v4.f32 [$0], {$1, $2, $3, $4};", guard, 5)
-            ptx(text, [], [self.multicast + offset, *(word.bitcast(Float32) for word in coded), *more])
+            send_words(self.multicast + offset, coded, guard, multicast=True)
             return
-        text = _guarded("st.relaxed.sys.global.v4.b32 [$0], {$1, $2, $3, $4};", guard, 5)
-        for target in self.peers if peer is None else [peer]:
-            ptx(text, [], [target + offset, *coded, *more])
+        for target in [self.at[f"peer{rank}"] for rank in range(self.ranks)] if peer is None else [peer]:
+            send_words(target + offset, coded, guard)
 
     def arm(self, sender: Any, fragment: Any, guard: Any = None) -> None:
         """Zeroes the fragment of ``sender`` in the part of the epoch before."""
@@ -188,47 +254,30 @@ class Mailbox:
     def look(self, sender: Any, fragment: Any) -> tuple[Any, Words]:
         """A first look at a fragment: give the result to ``wait``. Several looks are on their way together."""
         at = self.own + self.part + Int64(sender) * self.slot + Int64(fragment) * FRAGMENT_BYTES
-        return at, ptx("ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];", [Int32] * 4, [at])
+        return at, look_at(at)
 
     def wait(self, looked: tuple[Any, Words]) -> Words:
         """The payload of a fragment, looked at until it is whole; NaN after a wait that gave up."""
         at, words = looked
-        late = """setp.eq.b32 p, $0, 0;
-            setp.eq.or.b32 p, $1, 0, p;
-            setp.eq.or.b32 p, $2, 0, p;
-            setp.eq.or.b32 p, $3, 0, p;"""
-        again = "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, "
         if not self.limit:
-            words = ptx("{ .reg .pred p; again: " + late + "@!p bra done; " + again + "[$8]; bra again; done: }",
-                        [Int32] * 4, [*words, at], tied=4)
-            return [~word for word in words]
-        *words, self.looks = ptx(
-            "{ .reg .pred p; again: " + late + f"""@!p bra done;
-            setp.ge.s32 p, $4, {self.limit};
-            @p bra done;
-            add.s32 $4, $4, 1;
-            """ + again + "[$10]; bra again; done: }", [Int32] * 5, [*words, self.looks, at], tied=5)
-        return [select(self.sound, ~word, Int32(-1)) for word in words]
+            return [word ^ Int32(-1) for word in wait_for(at, words)]
+        words, self.looks = wait_bounded(at, words, self.looks, self.limit)
+        return [select(self.sound, word ^ Int32(-1), Int32(-1)) for word in words]
 
-    def report(self, received: Mapping[int, Words], wait: int) -> None:
-        """With a limit: the first thread of the rank that misses fragments says which. ``received`` by sender, as
-        ``wait`` returned them (a missing word reads as all ones); ``wait`` is the number of the wait in the kernel."""
+    def report(self, received: Sequence[tuple[Any, Words]], wait: int) -> None:
+        """With a limit: the first thread of the rank that misses fragments says which. ``received``: senders and what
+        ``wait`` returned (a missing word reads as all ones); ``wait`` is the number of the wait in the kernel."""
         if not self.limit:
             return
         missing, senders = Int32(0), Int32(0)
-        for sender, words in received.items():
+        for sender, words in received:
             lost = (words[0] == -1) | (words[1] == -1) | (words[2] == -1) | (words[3] == -1)
             missing = missing + select(lost, Int32(1), Int32(0))
-            senders = senders | select(lost, Int32(1 << sender if sender < 31 else -(1 << 31)), Int32(0))
-        values = [self.rank.to(Int32) + 1, self.number.to(Int32), self.epoch, Int32(self.block), missing, senders]
-        text = "{ .reg .pred p; .reg .b32 o; setp.ne.b32 p, $5, 0; mov.b32 o, 1; @p atom.cas.b32 o, [$0], 0, $1; "
-        text += "setp.eq.and.b32 p, o, 0, p; "
-        text += " ".join(f"@p st.global.b32 [$0+{4 * i}], ${i + 1};" for i in range(1, len(values)))
-        ptx(text + f" @p st.global.b32 [$0+{4 * len(values)}], {wait}; }}", [], [self.health, *values])
-        assert len(values) < HEALTH_WORDS
+            senders = senders | select(lost, Int32(1) << Int32(sender), Int32(0))
+        who = [Int32(self.rank) + 1, Int32(self.number), self.epoch, Int32(self.block)]
+        store_report(self.health, [*who, missing, senders, Int32(wait)], missing)
 
     def count(self, guard: Any) -> None:
         """Counts the epoch of this block up; ``guard`` (Int32) is not zero in one thread of it."""
         following = self.epoch + 1
-        following = select(following == PROTOCOL.wrap, Int32(0), following)
-        ptx(_guarded("st.global.b32 [$0], $1;", guard, 2), [], [self.epochs, following, guard])
+        store_number(self.epochs, select(following == PROTOCOL.wrap, Int32(0), following), guard)

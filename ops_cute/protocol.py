@@ -5,10 +5,9 @@ explores the same numbers in all interleavings. The argument why it works is in 
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-VERSION = 1  # of what stands in a mailbox; ranks of two versions must not meet
 FRAGMENT_BYTES = 16  # what one thread stores at once
 FRAGMENT_WORDS = 4  # each of them carries its own flag, so that a fragment may arrive in pieces
 HEALTH_WORDS = 8
@@ -78,14 +77,3 @@ def read_health(words: Sequence[int]) -> Health | None:
         return None
     senders = tuple(rank for rank in range(32) if words[5] >> rank & 1)
     return Health(words[0] - 1, words[1], words[2], words[3], words[4], senders, words[6])
-
-
-def disagreement(ranks: Sequence[Mapping[str, object]]) -> str | None:
-    """Why ``ranks`` may not begin their first handshake, or None. Each rank says the same keys: the hash of its plan,
-    VERSION, and what its addresses allow (peer access, multicast)."""
-    for key in sorted({key for rank in ranks for key in rank}):
-        said = [rank.get(key, "nothing") for rank in ranks]
-        if any(value != said[0] for value in said):
-            each = ", ".join(f"rank {rank} says {value}" for rank, value in enumerate(said))
-            return f"ranks disagree about {key}: {each}"
-    return None

@@ -1,4 +1,4 @@
-"""Collective kernels at the real shapes of Kimi K3: the ranks' tensors, the reference of the covered nodes, launches.
+"""Collective kernels on small models and at the real shapes of Kimi K3: tensors, reference, launches.
 
 ``together``: one launch for all ranks of the process. ``apart``: each rank bound for itself and launched on a stream of
 its own, so that ranks run and wait as they would on their own GPUs. ``loopback``: one rank that hears itself.
@@ -31,6 +31,9 @@ from k3plan.graphs.load import TORCH_DTYPES
 
 STRIPE = Choices("sharded", "stripe", "replicated")
 # a block begins (12, 84), and each number of finished blocks once
+# three kinds of layer, small enough that the blocks of all ranks run at once
+SMALL = replace(kernel_check.K3, hidden=256, vocab=96, latent=64, attention=("kda", "mla", "kda", "mla"),
+                mlp=("dense", "moe", "moe", "moe"), moe_intermediate=128)
 LAYERS = (0, 1, 3, 12, 24, 36, 48, 60, 72, 84, 85)
 
 
@@ -62,15 +65,30 @@ def name_of(region: Region) -> str:
     return f"{region.kernel.id}{''.join(blocks)}-o{len(region.outputs)}"
 
 
+def small_regions(kernels: Sequence[KernelDef], tp: int, rows: int) -> list[tuple[Region, kernel_check.Setting]]:
+    """Where ``kernels`` fit in a model of which all ranks fit on a GPU at once."""
+    setting = kernel_check.Setting(f"tp{tp}-T{rows}", SMALL, tp, rows, 1, choices=kernel_check.SHARDED)
+    regions, _ = find_regions(setting.graph(), Menu(kernels), rows=rows)
+    found: dict[object, Region] = {}
+    for region in regions:
+        shapes = tuple(region.graph.values[n].shape for n in region.inputs)
+        found.setdefault((region.kernel.id, shapes, len(region.outputs)), region)
+    return [(region, setting) for region in found.values()]
+
+
 @dataclass(frozen=True)
 class Group:
     """The ranks of one group in this process: inputs and outputs of each by value name, and their bound calls."""
 
     region: Region
-    tp: int
+    setting: kernel_check.Setting
     device: str
-    tensors: Sequence[Mapping[str, Tensor]]
+    tensors: Sequence[dict[str, Tensor]]
     calls: Sequence[Call]
+
+    @property
+    def tp(self) -> int:
+        return self.setting.tp
 
     def poison(self) -> None:
         for own in self.tensors:
@@ -91,24 +109,29 @@ def setting_of(region: Region, tp: int) -> kernel_check.Setting:
     return kernel_check.Setting("k3", kimi_k3(), tp, rows, 1, choices=STRIPE)
 
 
-def make_inputs(region: Region, tp: int, seed: int, device: str) -> list[dict[str, Tensor]]:
-    """Inputs of every rank: equal where the value is replicated, with the numbers that break a mailbox among them."""
-    setting = setting_of(region, tp)
-    ranks = [kernel_check.make_inputs(region, setting, seed * 100 + rank, device) for rank in range(tp)]
-    for name in region.inputs:
-        if region.graph.values[name].placement == REPLICATED:
-            for own in ranks[1:]:
-                own[name].copy_(ranks[0][name])
-    for own in ranks:
+def make_inputs(region: Region, setting: kernel_check.Setting, seed: int, device: str) -> list[dict[str, Tensor]]:
+    """Inputs of every rank; a replicated value is one tensor. Zeros of both signs are among the parts that travel."""
+    first = kernel_check.make_inputs(region, setting, seed * 100, device)
+    ranks = [first]
+    for rank in range(1, setting.tp):
+        generator = torch.Generator().manual_seed(seed * 100 + rank)
+        own = dict(first)
+        for name in region.inputs:
+            value = region.graph.values[name]
+            if value.placement != REPLICATED:
+                content = kernel_check._content(region, name, setting, generator)
+                own[name] = content.to(TORCH_DTYPES[value.dtype]).to(device)
+        ranks.append(own)
+    for own in ranks if "x" in region.binding else []:
         own[region.binding["x"]].view(-1)[:8] = torch.tensor([0.0, -0.0] * 4, dtype=torch.bfloat16)
     return ranks
 
 
-def make_group(region: Region, tp: int, device: str, *, ranks: int | None = None, limit: int = 0,
+def make_group(region: Region, setting: kernel_check.Setting, device: str, *, ranks: int | None = None, limit: int = 0,
                config: Mapping[str, Any] | None = None, dependent: bool = False) -> Group:
-    """Storage and calls for ``ranks`` (of ``tp``; 1 for loopback), inputs of seed 0."""
+    """Storage and calls for ``ranks`` (of all; 1 for loopback), inputs of seed 0."""
     config = default_config(region) if config is None else config
-    tensors = make_inputs(region, tp, 0, device)[: ranks or tp]
+    tensors = make_inputs(region, setting, 0, device)[: ranks or setting.tp]
     values = region.graph.values
     for own in tensors:
         own |= {n: torch.empty(values[n].shape, dtype=TORCH_DTYPES[values[n].dtype], device=device)
@@ -118,7 +141,7 @@ def make_group(region: Region, tp: int, device: str, *, ranks: int | None = None
         scratch = {n: allocate(w, device) for n, w in scratch_of(region, config).items()}
         call = make_call(arguments_of(region), own, scratch=scratch, config=config, dependent_launch=dependent)
         calls.append(replace(call, wait_limit=limit, number=7))
-    return Group(region, tp, device, tensors, calls)
+    return Group(region, setting, device, tensors, calls)
 
 
 def links_of(group: Group) -> list[Any]:
@@ -183,23 +206,58 @@ def compare(group: Group, fresh: Sequence[Mapping[str, Tensor]], where: str) -> 
     region, loopback = group.region, len(group.calls) < group.tp
     fresh = [fresh[0]] * group.tp if loopback else fresh
     exact, chain = (evaluate(region, fresh, rounded=r, loopback=loopback) for r in (False, True))
-    case = kernel_check.Case(region.kernel.id, region, {}, setting_of(region, group.tp))
+    case = kernel_check.Case(region.kernel.id, region, {}, group.setting)
     for rank, own in enumerate(group.tensors):
         for name in region.outputs:
             kernel_check._check_close(case, name, f"{where}, rank {rank}", own[name].float(),
                                       chain[rank][name].float(), exact[rank][name].float())
 
 
-def check(region: Region, tp: int, launch_all: Callable[[Group], Callable[[], None]], *, ranks: int | None = None,
-          seeds: int = 3, device: str = "cuda", config: Mapping[str, Any] | None = None) -> Group:
+def check(region: Region, setting: kernel_check.Setting, bind: Callable[[Group], Callable[[], None]], *,
+          ranks: int | None = None, seeds: int = 3, device: str = "cuda", config: Mapping[str, Any] | None = None,
+          dependent: bool = False) -> None:
     """Launches with fresh inputs and poisoned outputs, each compared."""
-    group = make_group(region, tp, device, ranks=ranks, config=config)
-    launch = launch_all(group)
+    group = make_group(region, setting, device, ranks=ranks, config=config, dependent=dependent)
+    launch = bind(group)
     for seed in range(seeds):
-        fresh = make_inputs(region, tp, seed, device)
+        fresh = make_inputs(region, setting, seed, device)
         group.write(fresh)
         group.poison()
         launch()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        compare(group, fresh, f"{name_of(region)}, tp {setting.tp}, launch {seed}")
+
+
+def check_replays(region: Region, setting: kernel_check.Setting, *, replays: int = 100, seeds: int = 4,
+                  config: Mapping[str, Any] | None = None) -> None:
+    """One CUDA graph a rank, each replayed on a stream of its own, inputs changing and some ranks late each time.
+
+    The first results of each inputs are compared with the reference, all later ones must have their bits.
+    """
+    group = make_group(region, setting, "cuda", config=config)
+    launches = bind_apart(group)
+    inputs = [make_inputs(region, setting, seed, "cuda") for seed in range(seeds)]
+    group.write(inputs[0])
+    launch_apart(group, launches, {})  # compiles
+    torch.cuda.synchronize()
+    graphs = [torch.cuda.CUDAGraph() for _ in launches]
+    for graph, launch in zip(graphs, launches, strict=True):
+        with torch.cuda.graph(graph):
+            launch()
+    known: dict[int, list[dict[str, Tensor]]] = {}
+    delays = torch.Generator().manual_seed(0)
+    for replay in range(replays):
+        seed = replay % seeds
+        group.write(inputs[seed])
+        group.poison()
+        late = {rank: int(torch.randint(1, 200_000, (), generator=delays)) for rank in range(setting.tp)
+                if torch.rand((), generator=delays) < 0.3}
+        launch_apart(group, [graph.replay for graph in graphs], late)
         torch.cuda.synchronize()
-        compare(group, fresh, f"{name_of(region)}, tp {tp}, launch {seed}")
-    return group
+        if seed not in known:
+            compare(group, inputs[seed], f"{name_of(region)}, replay {replay}")
+            known[seed] = group.outputs()
+        for rank, (own, first) in enumerate(zip(group.outputs(), known[seed], strict=True)):
+            wrong = [name for name in own if not torch.equal(own[name], first[name])]
+            assert not wrong, f"{name_of(region)}, replay {replay}, late {late}: rank {rank} differs in {wrong}"

@@ -117,8 +117,8 @@ class Number:
 for _name, _operation in {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "floordiv": np.floor_divide, "mod": np.mod,
     "truediv": np.divide, "lshift": np.left_shift, "rshift": np.right_shift, "and": np.bitwise_and,
-    "or": np.bitwise_or, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
-    "ne": np.not_equal,
+    "or": np.bitwise_or, "xor": np.bitwise_xor, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
 }.items():
     setattr(Number, f"__{_name}__", lambda self, other, operation=_operation: self._with(other, operation))
 

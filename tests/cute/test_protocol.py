@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from protocol_model import Model, explore, initial
 
-from k3plan.ops_cute.protocol import HEALTH_WORDS, PROTOCOL, Health, decode, disagreement, encode, read_health
+from k3plan.ops_cute.protocol import HEALTH_WORDS, PROTOCOL, Health, decode, encode, read_health
 
 SHORT = replace(PROTOCOL, wrap=2 * PROTOCOL.parities)
 WRAP = SHORT.wrap - 2  # the epoch of the first step: the second is the last before the wrap
@@ -125,11 +125,3 @@ def test_a_report_names_rank_launch_epoch_and_wait() -> None:
     text = report.describe(("parts of a row",))
     for part in ("rank 3", "launch 17", "epoch 5", "block 2", "parts of a row of rank 0, 1, 3", "\n  fix: "):
         assert part in text
-
-
-def test_ranks_that_differ_do_not_begin() -> None:
-    say = {"plan": "a1", "version": 1, "multicast": False}
-    assert disagreement([say, dict(say)]) is None
-    text = disagreement([say, {**say, "multicast": True}, say])
-    assert text == "ranks disagree about multicast: rank 0 says False, rank 1 says True, rank 2 says False"
-    assert disagreement([say, {"plan": "a1", "version": 1}]) is not None

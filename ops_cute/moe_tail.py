@@ -1,0 +1,455 @@
+"""The tail of a sparse layer in one launch: two sums over ranks, norm, a stripe of the up-projection, gather.
+
+Contract: ``x`` bf16 [T, L] is this rank's part of the latent, ``other`` bf16 [T, D] its part of the shared experts'
+sum. ``latent = bf16(sum of x)``; ``n = latent rsqrt(mean latent^2 + eps) norm``; with ``weight`` bf16 [S, L], this
+rank's S = D / ranks rows of the up-projection, and ``shared`` the S columns that are its own of the sum of ``other``:
+``out = bf16(n weight^T + shared)``. ``g`` bf16 [T, D] is every rank's ``out`` side by side.
+
+Layout: a cluster has ``tiles`` times 16 outputs, and its blocks split the latent: each sums its share over the ranks,
+multiplies it with its part of the weight rows on the matrix units and sends the products to the block that finishes
+the row, with the sum of the squares of the share, which the same units make. The norm's factor of a row is applied to
+the finished sums. So a cluster reads the parts of the latent once, and its blocks exchange once.
+All threads of all blocks share the sending, the arming and the collecting.
+
+Order: weights and norm are loaded, and multiplied with each other, before the wait for the producers or while parts
+travel; publish both parts; arm; wait (0) for the "parts of the latent"; products; wait (1) for the "parts of the shared
+columns"; publish the finished columns; wait (2) for the "finished columns" of all ranks.
+Waits: a launch needs all its blocks resident, because each sends a share of what all wait for (``bind`` checks the
+number; blocks of earlier launches leave by themselves, and later ones start only when all blocks of this one have).
+No block waits before it has published its share of that stage. The launch for all ranks of one process is three
+launches where the blocks of all ranks would not fit.
+Epochs: one for each block. The last act is a cluster barrier: no block leaves while another may still write to it.
+Numerics: bf16 parts, fp32 sums (the latent in halves of the ranks where two threads share a fragment, the same on every
+rank); weight times norm is rounded to bf16 once; products of bf16 exact, sums fp32; one rounding of the result.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..compiler.call import Call, Launch, Link
+from .launching import KernelLaunch, LaunchSequence, await_producers, row_stride, start_dependents
+from .mailbox import Addresses, Mailbox, addresses, columns_of, fits_at_once, hold_back, row_bytes
+from .moe_tail_menu import MOST_BLOCKS, MOST_ROWS, TILE, UNIT, message, tiles
+from .primitives import (
+    address,
+    lane_xor,
+    load_shared,
+    load_words,
+    mma,
+    pack,
+    peer_address,
+    ptx,
+    rsqrt,
+    select,
+    send,
+    store_shared,
+    store_words,
+    unpack,
+)
+from .protocol import PROTOCOL
+
+WAITS = ("parts of the latent", "parts of the shared columns", "finished columns")
+WHOLE, PUBLISH, MIDDLE, COLLECT = 0, 1, 2, 3
+LANES = 32
+LOOKS = 32  # fragments of a thread under way at once
+
+
+@dataclass(frozen=True)
+class Config:
+    """Blocks that split the latent, tiles of 16 outputs of a cluster, warps of a tile that split a block's latent."""
+
+    cluster: int
+    tiles: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class Static:
+    """What the kernel is compiled for."""
+
+    columns: tuple[str, ...]  # of the address table
+    rows: int
+    latent: int
+    stripe: int  # columns of a rank
+    ranks: int
+    slot: int  # bytes
+    cluster: int
+    tiles: int
+    parts: int
+    clusters: int
+    eps: float
+    stride_x: int  # elements between rows
+    stride_other: int
+    stride_g: int
+    phase: int
+    limit: int
+    dependent: bool
+    multicast: bool = False
+
+    @property
+    def warps(self) -> int:
+        return self.tiles * self.parts
+
+    @property
+    def threads(self) -> int:
+        return self.warps * LANES
+
+    @property
+    def all_threads(self) -> int:
+        """Of a rank."""
+        return self.clusters * self.cluster * self.threads
+
+    @property
+    def share(self) -> int:
+        """Columns of the latent of one block."""
+        return self.latent // self.cluster
+
+    @property
+    def units(self) -> int:
+        """Products of a warp along the latent."""
+        return self.share // (UNIT * self.parts)
+
+    @property
+    def copies(self) -> int:
+        """Stores that bring a fragment to all ranks."""
+        return 1 if self.multicast else self.ranks
+
+    # fragments: of the latent's rows, of the stripe's rows, and where the messages begin in a slot
+    @property
+    def latents(self) -> int:
+        return self.rows * self.latent // 8
+
+    @property
+    def stripes(self) -> int:
+        return self.rows * self.stripe // 8
+
+    @property
+    def pitch(self) -> int:
+        """Bytes between rows of the latent in shared memory: neighbours in other banks."""
+        return 2 * self.share + (64 if self.share % 64 == 0 else 0)
+
+    @property
+    def finishing(self) -> int:
+        """Rows that one block of a cluster finishes."""
+        return -(-self.rows // self.cluster)
+
+    @property
+    def partials(self) -> int:
+        """Bytes for one row's sums from all blocks: of each warp its outputs, then the sums of squares."""
+        return -(-self.partial_bytes // 16) * 16
+
+    @property
+    def partial_bytes(self) -> int:
+        """What arrives of them."""
+        return 4 * self.cluster * self.parts * (TILE * self.tiles + 1)
+
+    @property
+    def per_warp(self) -> int:
+        """Fragments of a row's outputs that a warp finishes."""
+        return -(-2 // self.parts)
+
+    @property
+    def shared(self) -> int:
+        return HEAD + self.finishing * self.partials + self.rows * self.pitch
+
+
+HEAD = 16  # bytes of the barrier
+
+
+def _times(words: Sequence[Any], factors: Sequence[Any]) -> list[Any]:
+    """Pairs of bf16 multiplied."""
+    return [ptx("mul.rn.bf16x2 $0, $1, $2;", [Int32], [w, f], pure=True)
+            for w, f in zip(words, factors, strict=True)]
+
+
+def _share_of_parts(at: Addresses, number: Any, p: Static) -> list[Any]:
+    """A thread's share of this rank's two parts: source, fragment, mailbox, whether it is of the shared columns, and
+    whether there is one. Neighbouring threads send neighbouring fragments to one rank."""
+    whole, stripe = p.latent // 8, p.stripe // 8
+    everywhere = p.copies * p.latents
+    total = everywhere + p.ranks * p.stripes
+    found = []
+    for start in range(0, total, p.all_threads):
+        real = number + start < total
+        item = select(real, number + start, Int32(0))
+        other = item >= everywhere
+        rest = select(other, item - everywhere, Int32(0))
+        peer = select(other, rest // p.stripes, item // p.latents)
+        fragment = select(other, rest % p.stripes, item % p.latents)
+        row = select(other, fragment // stripe, fragment // whole)
+        column = select(other, fragment % stripe + peer * stripe, fragment % whole)
+        stride = select(other, Int32(p.stride_other), Int32(p.stride_x))
+        source = select(other, at["other"], at["x"]) + Int64(row) * Int64(stride) * 2 + Int64(column) * 16
+        found.append((source, select(other, fragment + p.latents, fragment), at.peer(peer), other, real))
+    return found
+
+
+def _publish(box: Mailbox, share: Sequence[Any], p: Static) -> None:
+    words = [load_words(source) for source, *_ in share]
+    for (_, fragment, peer, other, real), w in zip(share, words, strict=True):
+        if p.multicast:
+            box.send(fragment, w, guard=select(other, Int32(0), Int32(real)))
+            box.send(fragment, w, peer, guard=select(other, Int32(real), Int32(0)))
+        else:
+            box.send(fragment, w, peer, guard=Int32(real))
+
+
+def _arm(box: Mailbox, number: Any, p: Static) -> None:
+    """A thread's share of what this launch reads, for all senders."""
+    each = p.latents + 2 * p.stripes
+    for start in range(0, p.ranks * each, p.all_threads):
+        item = number + start
+        box.arm(item // each, item % each, Int32(item < p.ranks * each))
+
+
+def _sum_latent(box: Mailbox, thread: Any, part: Any, rows: Any, p: Static) -> None:
+    """This block's share of the latent, summed over the ranks and rounded, into shared memory at ``rows``."""
+    own = p.share // 8
+    items = p.rows * own
+    # two threads share a fragment while there are threads enough
+    split = 2 if 2 * items <= p.threads and p.ranks % 2 == 0 else 1
+    each = p.ranks // split
+    starts = list(range(0, items * split, p.threads))
+    together = max(1, LOOKS // each)
+    for first in range(0, len(starts), together):
+        looked = []
+        for start in starts[first : first + together]:
+            item = thread + start
+            item = select(item < items * split, item, item % split)
+            fragment, half = item // split, item % split
+            row, column = fragment // own, fragment % own
+            where = row * (p.latent // 8) + part * own + column
+            looked.append((thread + start < items * split, half, row * p.pitch + column * 16,
+                           [(half * each + i, box.look(half * each + i, where)) for i in range(each)]))
+        for real, half, place, looks in looked:
+            received = [(sender, box.wait(look)) for sender, look in looks]
+            box.report(received, 0)
+            total = unpack(received[0][1])
+            for _, words in received[1:]:
+                total = [a + b for a, b in zip(total, unpack(words), strict=True)]
+            if split == 2:
+                total = [a + lane_xor(a, 1) for a in total]
+            store_shared(rows + place, [word.bitcast(Float32) for word in pack(total)], guard=real & (half == 0))
+
+
+def _send_partial(at: Any, value: Any, barrier: Any, block: Any, guard: Any, p: Static) -> None:
+    """fp32 into the shared memory of a block of the cluster, counted at its barrier."""
+    if p.cluster == 1:
+        store_shared(at, [value], guard=guard)
+    else:
+        send(peer_address(at, block), [value], peer_address(barrier, block), guard=guard)
+
+
+def _multiply(weight: Sequence[Any], rows: Any, base: Any, part: Any, warp: Any, lane: Any, p: Static) -> None:
+    """A warp's products, sent to the blocks that finish the rows. ``weight``: words by unit, row g before row g + 8."""
+    g, q = lane // 4, lane % 4
+    split, tile = warp % p.parts, warp // p.parts
+    row = select(g < p.rows, g, Int32(p.rows - 1))
+    at = rows + row * p.pitch + (split * p.units * UNIT + q * 8) * 2
+    sums, squares = [Float32(0.0)] * 4, [Float32(0.0)] * 4
+    for unit in range(p.units):
+        x = [value.bitcast(Int32) for value in load_shared(at + unit * 2 * UNIT, 4)]
+        upper, lower = weight[8 * unit : 8 * unit + 4], weight[8 * unit + 4 : 8 * unit + 8]
+        for step in (0, 2):
+            b = x[step : step + 2]
+            sums = mma([upper[step], lower[step], upper[step + 1], lower[step + 1]], b, sums)
+            # the rows times themselves: squares are the diagonal
+            squares = mma([b[0], Int32(0), b[1], Int32(0)], b, squares)
+    source = part * p.parts + split
+    for i, value in enumerate(sums):
+        column = 2 * q + i % 2
+        output = tile * TILE + g + 8 * (i // 2)
+        place = base + (column // p.cluster) * p.partials + (source * TILE * p.tiles + output) * 4
+        _send_partial(place, value, base - HEAD, column % p.cluster, column < p.rows, p)
+    own = select(g % 2 == 0, squares[0], squares[1])
+    place = base + (g // p.cluster) * p.partials + (p.cluster * p.parts * TILE * p.tiles + source) * 4
+    _send_partial(place, own, base - HEAD, g % p.cluster, (g // 2 == q) & (g < p.rows) & (tile == 0), p)
+
+
+def _look_shared(box: Mailbox, part: Any, cluster: Any, warp: Any, lane: Any, p: Static) -> list[Any]:
+    """First looks at the shared columns that a warp adds: row, fragment, whether it finishes it, and of the lane the
+    sender and the look."""
+    found = []
+    sender = select(lane < p.ranks, lane, Int32(0))
+    for turn in range(p.finishing):
+        for k in range(p.per_warp):
+            row, fragment = part + turn * p.cluster, warp + k * p.warps
+            column = cluster * 2 * p.tiles + fragment
+            real = (row < p.rows) & (fragment < 2 * p.tiles) & (column < p.stripe // 8)
+            row, column = select(real, row, Int32(0)), select(real, column, Int32(0))
+            where = p.latents + row * (p.stripe // 8) + column
+            found.append((where + p.stripes, fragment, real, sender, box.look(sender, where)))
+    return found
+
+
+def _add_shared(box: Mailbox, looked: Sequence[Any], lane: Any) -> list[Any]:
+    """The sums over ranks of the shared columns of each fragment, four columns a lane: even lanes have the first."""
+    half = lane % 2
+    found = []
+    for _, _, _, sender, look in looked:
+        words = box.wait(look)
+        words = [select(sender == lane, w, Int32(0)) for w in words]
+        box.report([(sender, words)], 1)
+        parts = unpack(words)
+        kept = [select(half == 0, a, b) for a, b in zip(parts[:4], parts[4:], strict=True)]
+        sent = [select(half == 0, b, a) for a, b in zip(parts[:4], parts[4:], strict=True)]
+        total = [a + lane_xor(b, 1) for a, b in zip(kept, sent, strict=True)]
+        for step in (2, 4, 8, 16):
+            total = [t + lane_xor(t, step) for t in total]
+        found.append(total)
+    return found
+
+
+def _finish(box: Mailbox, peer: Any, looked: Sequence[Any], shared: Sequence[Any], base: Any, lane: Any,
+            p: Static) -> None:
+    """Sums, norm, the shared columns and the sending of a block's rows, a fragment of 8 outputs a warp at a time."""
+    half = lane % 2
+    sources = p.cluster * p.parts
+    for turn, (where, fragment, real, _, _) in enumerate(looked):
+        slot = base + (turn // p.per_warp) * p.partials
+        total, square = [Float32(0.0)] * 4, Float32(0.0)
+        for first in range(0, sources, LANES // 2):
+            source = first + lane // 2
+            there = source < sources
+            source = select(there, source, Int32(0))
+            values = load_shared(slot + (source * TILE * p.tiles + (fragment % (2 * p.tiles)) * 8 + half * 4) * 4, 4)
+            total = [t + select(there, v, Float32(0.0)) for t, v in zip(total, values, strict=True)]
+            value = load_shared(slot + (sources * TILE * p.tiles + source) * 4)
+            square = square + select(there, value, Float32(0.0))
+        for step in (2, 4, 8, 16):
+            total = [t + lane_xor(t, step) for t in total]
+            square = square + lane_xor(square, step)
+        scale = rsqrt(square * Float32(1 / p.latent) + Float32(p.eps))
+        own = pack([t * scale + s for t, s in zip(total, shared[turn], strict=True)])
+        theirs = [lane_xor(w, 1) for w in own]
+        words = [select(half == 0, w, t) for w, t in zip(own, theirs, strict=True)]
+        words += [select(half == 0, t, w) for w, t in zip(own, theirs, strict=True)]
+        box.send(where, words, peer, guard=Int32(real & (lane < p.copies)))
+
+
+def _collect(at: Addresses, box: Mailbox, number: Any, p: Static) -> None:
+    """A thread's share of the finished columns of all ranks."""
+    looked = []
+    stripe = p.stripe // 8
+    for start in range(0, p.ranks * p.stripes, p.all_threads):
+        item = number + start
+        real = item < p.ranks * p.stripes
+        item = select(real, item, Int32(0))
+        sender, fragment = item // p.stripes, item % p.stripes
+        column = sender * stripe + fragment % stripe
+        place = at["g"] + Int64(fragment // stripe) * (2 * p.stride_g) + Int64(column) * 16
+        looked.append((real, sender, place, box.look(sender, p.latents + p.stripes + fragment)))
+    for real, sender, place, look in looked:
+        words = box.wait(look)
+        box.report([(sender, words)], 2)
+        store_words(place, words, guard=real)
+
+
+@cute.kernel
+def _moe_tail(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
+    start_dependents(p.dependent)
+    thread, _, _ = cute.arch.thread_idx()
+    part, index, cluster = cute.arch.block_idx()
+    lane, warp = thread % LANES, thread // LANES
+    barrier = cute.arch.get_dyn_smem(Int64, 16)
+    base = address(barrier) + HEAD
+    rows = base + p.finishing * p.partials
+    middle = p.phase in (WHOLE, MIDDLE)
+    at = Addresses(arguments, names, p.columns, index)
+    number = (cluster * p.cluster + part) * p.threads + thread
+    weight, norm = [], []
+    if cutlass.const_expr(middle):
+        if thread == 0:
+            mine = Int32(0)
+            for turn in cutlass.range_constexpr(p.finishing):
+                mine = mine + select(part + turn * p.cluster < p.rows, Int32(p.partial_bytes), Int32(0))
+            cute.arch.mbarrier_init(barrier, 1)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, mine)
+        cute.arch.cluster_arrive_relaxed()
+        first = part * p.share + (warp % p.parts) * p.units * UNIT + (lane % 4) * 8
+        output = (cluster * p.tiles + warp // p.parts) * TILE + lane // 4
+        for unit in cutlass.range_constexpr(p.units):
+            for lower in cutlass.range_constexpr(2):
+                o = output + 8 * lower
+                o = select(o < p.stripe, o, Int32(p.stripe - 1))
+                weight += load_words(at["weight"] + (Int64(o) * p.latent + Int64(first + unit * UNIT)) * 2)
+            norm += load_words(at["norm"] + Int64(first + unit * UNIT) * 2)
+    share, peer = [], None
+    if cutlass.const_expr(middle and not p.multicast):
+        peer = at.peer(select(lane < p.ranks, lane, Int32(0)))
+    if cutlass.const_expr(p.phase in (WHOLE, PUBLISH)):
+        share = _share_of_parts(at, number, p)
+    await_producers(p.dependent)
+
+    box = Mailbox(at, ranks=p.ranks, slot=p.slot, block=cluster * p.cluster + part, limit=p.limit,
+                  multicast=p.multicast)
+    if cutlass.const_expr(p.phase in (WHOLE, PUBLISH)):
+        _publish(box, share, p)
+    if cutlass.const_expr(middle):
+        _arm(box, number, p)
+        weight = hold_back(weight, box.epoch, box.epochs)
+        weight = _times(weight, [w for unit in range(p.units) for w in 2 * norm[4 * unit : 4 * unit + 4]])
+        cute.arch.cluster_wait()
+        looked = _look_shared(box, part, cluster, warp, lane, p)
+        _sum_latent(box, thread, part, rows, p)
+        cute.arch.sync_threads()
+        _multiply(weight, rows, base, part, warp, lane, p)
+        shared = _add_shared(box, looked, lane)
+        if cutlass.const_expr(p.cluster == 1):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.mbarrier_wait(barrier, 0)
+        cute.arch.cluster_arrive_relaxed()
+        _finish(box, peer, looked, shared, base, lane, p)
+    if cutlass.const_expr(p.phase in (WHOLE, COLLECT)):
+        _collect(at, box, number, p)
+        box.count(Int32(thread == 0))
+    if cutlass.const_expr(middle):
+        cute.arch.cluster_wait()
+
+
+def bind(calls: Sequence[Call], links: Sequence[Link], *, multicast: int = 0) -> Launch:
+    """The launch for the ranks of this process; ``links`` are those of their mailboxes. ``multicast``: the address at
+    which one store reaches the mailboxes of all ranks, where the device has one."""
+    assert not multicast or len(calls) == 1, "a process with several ranks has no multicast address"
+    first = calls[0]
+    config = Config(**first.config)
+    x, other, weight, g = (first.tensors[name] for name in ("x", "other", "weight", "g"))
+    rows, latent = x.shape
+    stripe = weight.shape[0]
+    parities, ranks, slot = first.scratch["mailbox"].shape
+    assert parities == PROTOCOL.parities, f"mailbox of {parities} parts"
+    assert rows <= MOST_ROWS, f"{rows} rows"
+    assert other.shape == g.shape == (rows, ranks * stripe), f"{other.shape} and {g.shape} for {ranks} x {stripe}"
+    assert weight.is_contiguous(), f"weight {weight.stride()}"
+    assert slot >= 4 * message(rows, latent, stripe), f"slot of {slot} words"
+    assert latent % (UNIT * config.cluster * config.parts) == 0, f"latent of {latent} for {config}"
+    assert all(len(link.peers) == ranks for link in links), f"links to {[len(k.peers) for k in links]} of {ranks} ranks"
+    named = []
+    for call in calls:
+        own = {name: call.tensors[name] for name in ("x", "other", "norm", "weight", "g")}
+        misaligned = [name for name, tensor in own.items() if tensor.data_ptr() % 16 or row_bytes(tensor) % 16]
+        assert not misaligned, f"{misaligned} do not lie on 16 bytes"
+        named.append(own)
+    clusters = tiles(stripe, first.config)
+    static = Static(
+        columns=columns_of(tuple(named[0]), ranks), rows=rows, latent=latent, stripe=stripe, ranks=ranks, slot=4 * slot,
+        cluster=config.cluster, tiles=config.tiles, parts=config.parts, clusters=clusters, eps=first.attrs["n"]["eps"],
+        stride_x=row_stride(x), stride_other=row_stride(other), stride_g=row_stride(g), phase=WHOLE,
+        limit=first.wait_limit, dependent=first.dependent_launch, multicast=bool(multicast))
+    blocks = clusters * config.cluster
+    assert blocks * static.threads <= MOST_BLOCKS * 128, f"{blocks} blocks of {static.threads} threads wait together"
+    grid, cluster = (config.cluster, len(calls), clusters), (config.cluster, 1, 1)
+    launch = KernelLaunch(_moe_tail, grid, static.threads, addresses(calls, links, named, multicast), static,
+                          cluster=cluster, shared=static.shared, dependent=static.dependent)
+    if len(calls) == 1 or fits_at_once(len(calls) * blocks, x.device):
+        return launch
+    return LaunchSequence(tuple(replace(launch, parameters=replace(static, phase=phase))
+                                for phase in (PUBLISH, MIDDLE, COLLECT)))

@@ -1,0 +1,87 @@
+"""Where the tail of a sparse layer fits, its configurations and workspace. No cutlass here."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..compiler.call import Scratch
+from ..compiler.kernel import KernelDef, Region
+from .all_reduce_attn_res_menu import ARCH, MOST_RANKS, mailbox
+
+ENTRY = "k3plan.ops_cute.moe_tail:bind"
+MOST_ROWS = 8  # columns of one product of the matrix units
+UNIT = 32  # inputs of the up-projection that a warp takes at once
+MOST_UNITS = 8  # of them whose weights a thread's registers hold
+TILE = 16  # outputs of one product
+MOST_BLOCKS = 256  # of 128 threads, that wait for each other: two on each multiprocessor of an H200
+
+
+def message(rows: int, latent: int, stripe: int) -> int:
+    """Fragments that a rank sends to another: its part of the latent, of the other's shared columns, its result."""
+    return rows * (latent + 2 * stripe) // 8
+
+
+def tiles(stripe: int, config: Mapping[str, Any]) -> int:
+    """Clusters, each with ``tiles`` times 16 outputs."""
+    return -(-stripe // (TILE * config["tiles"]))
+
+
+def _sizes(region: Region) -> tuple[int, int, int, int]:
+    """Rows, latent width, columns of a rank, ranks."""
+    rows, latent = region.value("x").shape
+    return rows, latent, region.value("weight").shape[0], int(region.attrs("all_reduce")["ranks"])
+
+
+def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    rows, latent, stripe, ranks = _sizes(region)
+    return mailbox(ranks, message(rows, latent, stripe), tiles(stripe, config) * config["cluster"])
+
+
+def configs(region: Region) -> list[dict[str, Any]]:
+    """``cluster`` blocks split the latent, ``tiles`` times 16 outputs a cluster, ``parts`` warps a tile split the
+    latent of a block.
+
+    The first is the fastest in a chain (H200, TP16, 1 and 8 rows: 5.9 and 8.4 us, the second 6.5 and 16.4)."""
+    _, latent, stripe, _ = _sizes(region)
+    found = []
+    for count, parts in ((4, 2), (2, 2), (1, 2), (2, 1), (4, 1)):
+        for cluster in (8, 4, 2, 1):
+            config = {"cluster": cluster, "tiles": count, "parts": parts}
+            units, left = divmod(latent, UNIT * cluster * parts)
+            threads = tiles(stripe, config) * cluster * count * parts * 32
+            if not left and units <= MOST_UNITS and threads <= MOST_BLOCKS * 128:
+                found.append(config)
+                break
+    return found
+
+
+def _needs(region: Region) -> str | None:
+    _, latent, stripe, ranks = _sizes(region)
+    for name in ("x", "other", "weight", "norm"):
+        if region.value(name).dtype != "bf16":
+            return f"{name} is {region.value(name).dtype}, the kernel reads bf16"
+    if ranks > MOST_RANKS:
+        return f"{ranks} ranks, the kernel takes {MOST_RANKS}"
+    if stripe % 8:
+        return f"{stripe} columns of a rank, not whole fragments of 8"
+    if any(node.attrs.get("dim", 1) != 1 for node in region.nodes):
+        return "the kernel splits and joins columns"
+    if not configs(region):
+        return f"a latent of {latent} and {stripe} columns of a rank: no cluster takes them with {MOST_BLOCKS} blocks"
+    return None
+
+
+PATTERN = """latent = all_reduce(x)
+shared = reduce_scatter(other)
+n = rms_norm(latent, norm)
+up = linear(n, weight)
+out = add(up, shared)
+g = all_gather(out)
+-> g"""
+
+KERNELS: tuple[KernelDef, ...] = (
+    KernelDef(id="cute.moe_tail", pattern=PATTERN, entry=ENTRY, arch=ARCH, rows=(1, MOST_ROWS), needs=_needs,
+              scratch=scratch, configs=configs,
+              note="sum of the latent, its norm, a rank's columns of the up-projection, plus its columns of the shared "
+                   "experts' sum, to all ranks; one launch"),
+)
