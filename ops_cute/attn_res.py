@@ -9,9 +9,9 @@ Bytes (blocks + 3) D 2 a row and 6 D of weights: 8 blocks, D 7168, one row 0.2 M
 floor is latency: a dependent kernel in a graph is 0.57 us (H200). Target 1.2 us at one row and 1.8 at 8.
 Measured in a chain of its like (one H200): 1.95 us with one block and 2.13 with eight at one row (4 warps, 14 blocks a
 row), 2.32 and 2.84 at 8 rows (8 warps, 7 blocks); the Triton twin takes 3.65, 3.88, 4.21 and 4.53 there. Where the
-time goes, by cutting the kernel short (one block, 8 warps): wait 0.55, loads 0.30, products 0.48, exchange 0.42, sums
-0.11, softmax, mix and norm 0.31. The gap to the target is instructions, not memory: the products' operands take as
-many moves as products, and two warps a scheduler share them.
+time goes, by cutting a near relation of 2.17 us short (one block, 8 warps, the mix handed over in shared memory): wait
+0.55, loads 0.30, products 0.48, exchange 0.42, sums 0.11, softmax, mix and norm 0.31. So the gap to the target is most
+likely instructions: the products' operands take as many moves as products, and two warps share a scheduler.
 
 Layout: a row is shared by a cluster of D / (128 ``warps``) blocks of threads. A warp takes 128 columns, twice. As an
 operand of the matrix units: rows 0..7 are the blocks, 8 the prefix, 13..15 the score as three bf16 rows that sum to it
