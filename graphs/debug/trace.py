@@ -1,8 +1,8 @@
 """Runs an eager step and writes down what each launch did: kernels and torch ops with their numbers and addresses,
 waits of the host, compiles, tuning, allocations. Judges nothing: ``lint`` and ``tripwire`` do.
 
-Torch is watched by a dispatch mode, Triton by ``ops_triton/watch.py``, calls that wait by standing in for them while
-the trace runs. What other libraries launch is seen as the effect it has (allocations, the capture's frontier).
+Torch is watched by a dispatch mode, kernels by ``watch.py`` of their folder, calls that wait by standing in for them
+while the trace runs. What other libraries launch is seen as the effect it has (allocations, the capture's frontier).
 """
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from torch.utils._pytree import tree_leaves
 from ..bind import Executable
 from ..launch import entry_point
 
-WATCH = "k3plan.ops_triton.watch:watch"
+# what watches the kernels of a folder, and the module that a step has imported where it has such kernels: importing
+# the CuTe DSL takes seconds
+WATCHES = {"k3plan.ops_triton.watch:watch": "", "k3plan.ops_cute.watch:watch": "k3plan.ops_cute.launching"}
 # ops whose result or its shape is needed on the host
 READS_BACK = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "_unique", "_unique2",
               "equal", "bincount", "allclose")
@@ -87,7 +89,7 @@ class Trace:
 def is_caller(file: str) -> bool:
     """Whether a line of ``file`` is worth naming: not torch's, Triton's, the standard library's or this folder's."""
     standard = file.startswith(STANDARD) and "-packages" not in file
-    ours = file.startswith(HERE) or file.endswith("ops_triton/watch.py")
+    ours = file.startswith(HERE) or file.endswith(("ops_triton/watch.py", "ops_cute/watch.py"))
     return not (standard or ours or file.startswith((TORCH, "<")) or "/triton/" in file)
 
 
@@ -109,8 +111,7 @@ def tracing(trace: Trace) -> Iterator[Trace]:
     with ExitStack() as stack:
         for home, name, label in WAITING_CALLS:
             stack.enter_context(_standing_in(home, name, label, trace))
-        watch = _watch()
-        if watch is not None:
+        for watch in _watches():
             stack.enter_context(watch(_kernel_events(trace)))
         stack.enter_context(_Ops(trace))
         yield trace
@@ -151,12 +152,14 @@ def _warning_of_waits(on_gpu: bool) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _watch() -> Callable[[Any], AbstractContextManager[None]] | None:
-    """Triton's watch; None where Triton is not installed."""
-    try:
-        return entry_point(WATCH)  # type: ignore[return-value]
-    except ImportError:
-        return None
+def _watches() -> Iterator[Callable[[Any], AbstractContextManager[None]]]:
+    """The watches of the kernel languages that are installed and in use."""
+    for entry, needed in WATCHES.items():
+        if needed and needed not in sys.modules:
+            continue
+        with suppress(ImportError):
+            found = entry_point(entry)
+            yield found  # type: ignore[misc]
 
 
 def _kernel_events(trace: Trace) -> Callable[[str, str, Mapping[str, Any]], None]:
