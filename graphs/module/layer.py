@@ -50,17 +50,18 @@ class DecodeLayer(DecodeStep):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
                 cache: Any = None, use_cache: bool | None = False, *, slots: Tensor | None = None,
                 page_table: Tensor | None = None, accepted: Tensor | None = None, blocks: Sequence[Tensor] = (),
-                **_: Any) -> Tensor:
+                past_key_values: Any = None, **_: Any) -> Tensor:
         """``hidden_states`` [B, l, D] to the stream behind the layer [B, l, D].
 
         With a transformers ``cache``: one row of each sequence, whose positions the cache and ``attention_mask``
         tell; sequence i has slot i. Without: ``position_ids`` [B, l], -1 for padding, and where not given ``slots``
-        are 0 to B - 1 and the pages those of the slot, in order. ``blocks`` as in ``DecodeStep.step``. Other
-        arguments of a Hugging Face layer do nothing here.
+        are 0 to B - 1 and the pages those of the slot, in order. ``blocks`` as in ``DecodeStep.step``.
+        ``past_key_values`` is the cache's older name; other arguments of a Hugging Face layer do nothing here.
 
         The result is a tensor of its own. Raises BindError and AddressError as ``DecodeStep.step`` does.
         """
         batch, device = hidden_states.shape[0], self.device
+        cache = past_key_values if cache is None else cache
         if cache is not None:
             position_ids = self.mirror.pull(cache, attention_mask, batch)
         elif position_ids is None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...compiler.errors import CheckpointError
@@ -146,8 +147,10 @@ def pull_back(root: Tree, tensors: Mapping[str, Tensor], prefix: str = "") -> No
         owner = root.at(path)
         held = owner._parameters[leaf]
         if held is not None and held.data_ptr() != tensor.data_ptr():
-            if held.shape != tensor.shape:
-                raise CheckpointError(f"{name}: shape {list(held.shape)}, the plan reads {list(tensor.shape)}\n"
+            bytes_for_numbers = held.dtype != tensor.dtype and torch.uint8 in (held.dtype, tensor.dtype)
+            if held.shape != tensor.shape or bytes_for_numbers:
+                said, read = (f"{t.dtype} of shape {list(t.shape)}" for t in (held, tensor))
+                raise CheckpointError(f"{name}: {said}, the plan reads {read}\n"
                                       "  fix: load the checkpoint that the plan was compiled for")
             tensor.copy_(held)
             owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))

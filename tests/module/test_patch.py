@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.testing import assert_close
 import k3plan
 from k3plan.compiler.errors import BindError
 from k3plan.graphs.module.hf_cache import visible
+from k3plan.graphs.module.layer import DecodeLayer
 from k3plan.graphs.module.patch import Patched, as_read
 
 transformers = pytest.importorskip("transformers")
@@ -275,6 +277,30 @@ def test_what_cannot_be_patched(model: Any, patched: Patched) -> None:
         k3plan.patch(model, gpu="h200")
     with pytest.raises(BindError, match=r"float16\n  fix: load it with"):
         k3plan.patch(make_model(torch.float16))
+
+
+def test_the_signature_is_that_of_a_decoder_layer() -> None:
+    """Every argument of transformers' layer by name and in its place, and the cache by its older name."""
+    theirs = inspect.signature(transformers.models.kimi_linear.modeling_kimi_linear.KimiLinearDecoderLayer.forward)
+    ours = inspect.signature(DecodeLayer.forward)
+    named = [n for n, p in theirs.parameters.items() if p.kind is not p.VAR_KEYWORD]
+    assert list(ours.parameters)[: len(named)] == named
+    assert "past_key_values" in ours.parameters
+
+
+def test_a_layer_by_itself(model: Any, patched: Patched) -> None:
+    """Called as transformers calls a layer, next to transformers' own on a copy of the cache."""
+    ids, _ = texts([6, 6])
+    cache = transformers.DynamicCache(config=model.config)
+    x = torch.randn(2, 1, 48, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        model(ids, cache=cache, use_cache=True)
+        other = copy.deepcopy(cache)
+        layers = dict(patched.layers)
+        patched.restore()
+        for index, layer in layers.items():
+            wanted = model.model.layers[index](x, attention_mask=None, cache=other, use_cache=True)
+            assert_close(layer(x, None, None, past_key_values=cache), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_weight_that_would_lose_digits() -> None:

@@ -248,8 +248,15 @@ def test_a_tensor_of_another_shape_is_refused(step: DecodeStep) -> None:
     with pytest.raises(RuntimeError, match="size mismatch"):
         step.load_state_dict({name: torch.zeros(3)}, strict=False)
     step.language_model.model.norm.weight = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
-    with pytest.raises(CheckpointError, match=r"norm.weight: shape \[3\]"):
+    with pytest.raises(CheckpointError, match=r"norm.weight: torch.float32 of shape \[3\], the plan reads"):
         step.prepare()
+
+
+def test_numbers_for_packed_bytes_are_refused(step: DecodeStep) -> None:
+    name = next(n for n, _ in step.named_parameters() if n.endswith("w1.weight_packed"))
+    numbers = step.get_parameter(name).float()
+    with pytest.raises(CheckpointError, match=r"weight_packed: torch.float32 of shape"):
+        step.load_state_dict({name: numbers}, strict=False, assign=True)
 
 
 def test_a_buffer_that_was_set_is_named_with_its_launches(step: DecodeStep) -> None:
