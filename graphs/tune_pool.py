@@ -39,7 +39,7 @@ class Workload:
     time_one: Callable[..., Any] = time_region
 
     def jobs(self) -> list[Job]:
-        """Jobs of the kernels whose id contains one of ``only`` (parts between commas), with ``most_configs`` at most."""
+        """Jobs of the kernels whose id contains one of ``only`` (parts between commas), of ``most_configs`` at most."""
         wanted = [job for job in jobs(self.spec, self.load_kernels(), self.rows) if self._wants(job.region.kernel.id)]
         return [replace(job, configs=job.configs[: self.most_configs]) for job in wanted]
 

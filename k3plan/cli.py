@@ -112,7 +112,7 @@ def run(plan: PlanJson,
 @app.command()
 def tune(plan: PlanFile, out: Annotated[Path, typer.Option(help="Table to write; lines of other shapes are kept.")],
          set_: Overrides = None,
-         only: Annotated[str, typer.Option(help="Kernels whose id contains one of these, as in attn_res,torch.linear.")] = "",
+         only: Annotated[str, typer.Option(help="Kernels whose id contains one of these: attn_res,linear.")] = "",
          rows: Annotated[str, typer.Option(help="Sequences x verify rows.")] = "1x1,1x8,8x1,64x1",
          most: Annotated[int, typer.Option(help="Time so many configurations of a shape at most.", min=1)] = 1000,
          seconds: Annotated[float, typer.Option(help="Stop starting new shapes after this long.")] = 1e9) -> None:
