@@ -340,7 +340,7 @@ def _multiply_up(x: Any, factors: Any, count: Any, block: Any, warp: Any, lane: 
                 total = _add_scaled(total, gate, up, dot_group(words[2 * i], words[2 * i + 1], x[group]), p)
         cute.arch.sync_warp()
         if lane == 0:
-            arrive(shared + where["empty"] + slot * 8, p.together * p.chunks)
+            arrive(shared + where["empty"] + slot * 8)
         buffer = fill & 1
         await_phase(shared + where["partials_empty"] + buffer * 8, ((fill >> 1) & 1) ^ 1)
         store_shared(shared + where["partials"] + buffer * PARTIALS + (warp * 32 + lane) * FRAGMENT,
@@ -383,59 +383,71 @@ def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, wher
 
 
 @cute.jit
+def _add_item(total: Any, act: Any, item: Any, slot: Any, block: Any, lane: Any, shared: Any,
+              where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """``total`` plus a chunk of an expert's rows of this block's columns, times activations and routing weights."""
+    total = list(total)
+    token, part = lane >> 2, lane & 3
+    inside = ((p.blocks - 1 - block) * p.columns * p.inter_groups) & 15
+    index, group0 = item // p.chunks, item % p.chunks * p.chunk
+    place = load_signed_byte(shared + where["places"] + index * TOKENS + token)
+    guard = select(place >= 0, Int32(1), Int32(0))
+    source = act + Int64(((token * p.top_k + place) * p.tiles + 4 * group0 + part) * FRAGMENT)
+    x = [look(source + 4 * FRAGMENT * group, guard) for group in range(p.chunk)]
+    late = is_late([word for four in x for word in four])
+    while late != 0:
+        x = [look(source + 4 * FRAGMENT * group, guard) for group in range(p.chunk)]
+        late = is_late([word for four in x for word in four])
+    cute.arch.sync_warp()
+    x = [[select(guard == 1, word, Int32(0)) for word in four] for four in x]
+    if cutlass.const_expr(p.rounds):
+        # a word holds two columns of the group: their order does not matter for rounding
+        x = [_repacked(four, p) for four in x]
+    weights = []
+    for i in cutlass.range_constexpr(2):
+        reader = 2 * part + i
+        held = load_signed_byte(shared + where["places"] + index * TOKENS + reader)
+        at = shared + where["weights"] + select(held >= 0, reader * p.top_k + held, Int32(0)) * 4
+        weights.append(select(held >= 0, load_word(at).bitcast(Float32), Float32(0.0)))
+    rows = shared + where["ring"] + slot * p.slot_bytes + (index % p.together) * p.down_bytes
+    for tile in cutlass.range_constexpr(p.column_tiles):
+        last = p.columns - 1
+        matrix_row = cutlass.min(tile * 16 + ((lane >> 3) & 1) * 8 + (lane & 7), Int32(last))
+        matrix = rows + matrix_row * (p.inter // 2) + ((lane >> 4) + group0) * FRAGMENT
+        scales = rows + p.columns * (p.inter // 2) + inside + group0
+        upper = scales + cutlass.min(tile * 16 + token, Int32(last)) * p.inter_groups
+        lower = scales + cutlass.min(tile * 16 + 8 + token, Int32(last)) * p.inter_groups
+        sums = [Float32(0.0)] * 4
+        for pair in cutlass.range_constexpr(-(-p.chunk // 2)):
+            here = min(2, p.chunk - 2 * pair)
+            words = load_matrices(matrix + 2 * FRAGMENT * pair, 2 * here)
+            for i in cutlass.range_constexpr(here):
+                group = 2 * pair + i
+                a, b = scale_of(load_byte(upper + group)), scale_of(load_byte(lower + group))
+                sums = _add_scaled(sums, a, b, dot_group(words[2 * i], words[2 * i + 1], x[group]), p)
+        for i in cutlass.range_constexpr(4):
+            total[4 * tile + i] = total[4 * tile + i] + weights[i & 1] * sums[i]
+    return total
+
+
+@cute.jit
 def _multiply_down(act: Any, fill: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
                    where: cutlass.Constexpr, p: cutlass.Constexpr):
     """The warps that multiply: every 16th chunk of an expert's rows for this block's columns; the sums stay in
     registers."""
-    token, part = lane >> 2, lane & 3
-    first = (p.blocks - 1 - block) * p.columns
-    inside = (first * p.inter_groups) & 15
     total = [Float32(0.0)] * (4 * p.column_tiles)
-    for item in cutlass.range(warp, count * p.chunks, WARPS, unroll=1):
-        index, group0 = item // p.chunks, item % p.chunks * p.chunk
-        turn = fill + index // p.together
+    for start in cutlass.range(0, count, p.together, unroll=1):
+        turn = fill + start // p.together
         slot = turn % p.slots
-        place = load_signed_byte(shared + where["places"] + index * TOKENS + token)
-        guard = select(place >= 0, Int32(1), Int32(0))
-        source = act + Int64(((token * p.top_k + place) * p.tiles + 4 * group0 + part) * FRAGMENT)
-        x = [look(source + 4 * FRAGMENT * group, guard) for group in range(p.chunk)]
-        late = is_late([word for four in x for word in four])
-        while late != 0:
-            x = [look(source + 4 * FRAGMENT * group, guard) for group in range(p.chunk)]
-            late = is_late([word for four in x for word in four])
-        cute.arch.sync_warp()
-        x = [[select(guard == 1, word, Int32(0)) for word in four] for four in x]
-        if cutlass.const_expr(p.rounds):
-            # a word holds two columns of the group: their order does not matter for rounding
-            x = [_repacked(four, p) for four in x]
-        weights = []
-        for i in cutlass.range_constexpr(2):
-            reader = 2 * part + i
-            held = load_signed_byte(shared + where["places"] + index * TOKENS + reader)
-            at = shared + where["weights"] + select(held >= 0, reader * p.top_k + held, Int32(0)) * 4
-            weights.append(select(held >= 0, load_word(at).bitcast(Float32), Float32(0.0)))
+        # every warp passes every slot: a parity tells the next phase from the last one, not from the one before
         await_phase(shared + where["full"] + slot * 8, (turn // p.slots) & 1)
-        rows = shared + where["ring"] + slot * p.slot_bytes + (index % p.together) * p.down_bytes
-        for tile in cutlass.range_constexpr(p.column_tiles):
-            last = p.columns - 1
-            matrix_row = cutlass.min(tile * 16 + ((lane >> 3) & 1) * 8 + (lane & 7), Int32(last))
-            matrix = rows + matrix_row * (p.inter // 2) + ((lane >> 4) + group0) * FRAGMENT
-            scales = rows + p.columns * (p.inter // 2) + inside + group0
-            upper = scales + cutlass.min(tile * 16 + token, Int32(last)) * p.inter_groups
-            lower = scales + cutlass.min(tile * 16 + 8 + token, Int32(last)) * p.inter_groups
-            sums = [Float32(0.0)] * 4
-            for pair in cutlass.range_constexpr(-(-p.chunk // 2)):
-                here = min(2, p.chunk - 2 * pair)
-                words = load_matrices(matrix + 2 * FRAGMENT * pair, 2 * here)
-                for i in cutlass.range_constexpr(here):
-                    group = 2 * pair + i
-                    a, b = scale_of(load_byte(upper + group)), scale_of(load_byte(lower + group))
-                    sums = _add_scaled(sums, a, b, dot_group(words[2 * i], words[2 * i + 1], x[group]), p)
-            for i in cutlass.range_constexpr(4):
-                total[4 * tile + i] = total[4 * tile + i] + weights[i & 1] * sums[i]
+        begin = start * p.chunks
+        end = cutlass.min(start + p.together, count) * p.chunks
+        for item in cutlass.range(begin + ((warp - begin) & (WARPS - 1)), end, WARPS, unroll=1):
+            total = _add_item(total, act, item, slot, block, lane, shared, where, p)
         cute.arch.sync_warp()
         if lane == 0:
-            arrive(shared + where["empty"] + slot * 8, WARPS)
+            arrive(shared + where["empty"] + slot * 8)
     return total
 
 
@@ -483,7 +495,7 @@ def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Conste
     if thread == 0:
         for slot in cutlass.range_constexpr(p.slots):
             init_barrier(shared + where["full"] + 8 * slot, 1 if p.bulk else 32)
-            init_barrier(shared + where["empty"] + 8 * slot, p.slot_readers)
+            init_barrier(shared + where["empty"] + 8 * slot, WARPS)
         for buffer in cutlass.range_constexpr(2):
             init_barrier(shared + where["partials_full"] + 8 * buffer, WARPS)
             init_barrier(shared + where["partials_empty"] + 8 * buffer, 1)

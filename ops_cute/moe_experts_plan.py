@@ -118,11 +118,6 @@ class Static:
         return -(-max(self.up_bytes, self.together * self.down_bytes) // 128) * 128
 
     @property
-    def slot_readers(self) -> int:
-        """Arrivals that free a slot: those of all warps in the first half, of all chunks in the second."""
-        return WARPS * self.together * self.chunks
-
-    @property
     def most(self) -> int:
         """Entries of the list of distinct experts."""
         return min(self.local, self.tokens * self.top_k)

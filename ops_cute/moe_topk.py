@@ -80,6 +80,11 @@ def _whole(low: Any, high: Any) -> Any:
     return ptx("mov.b64 $0, {$1, $2};", [Int64], [low, high], pure=True)
 
 
+def highest_bit(word: Any) -> Any:
+    """The number of the highest bit that is set."""
+    return ptx("bfind.u32 $0, $1;", [Int32], [word], pure=True)
+
+
 def _key_of_lane(key: Any, lane: Any) -> Any:
     return _whole(*(lane_value(half, lane) for half in _halves(key)))
 
@@ -99,7 +104,7 @@ def _bound(orders: Sequence[Any], experts: Sequence[Any], top_k: int) -> Any:
     for lane in range(32):
         rank = rank + _flag(_key_of_lane(largest, Int32(lane)) > largest)
     holder = cute.arch.vote_ballot_sync(rank == top_k - 1)
-    return _key_of_lane(largest, ptx("bfind.u32 $0, $1;", [Int32], [holder], pure=True))
+    return _key_of_lane(largest, highest_bit(holder))
 
 
 @cute.jit

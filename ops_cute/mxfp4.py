@@ -33,9 +33,10 @@ def permute_bytes(a: Any, b: Any, selector: int) -> Any:
     return ptx(f"prmt.b32 $0, $1, $2, {selector};", [Int32], [a, b], pure=True)
 
 
-def decode(word: Any, permute: Callable[[Any, Any, int], Any] = permute_bytes, zero: Any = None) -> Words:
-    """The 8 weights of a word as 4 words of fp16 pairs (``PAIRS``), each times 2^-14."""
-    zero = Int32(0) if zero is None else zero
+def decode(word: Any, permute: Callable[[Any, Any, int], Any] | None = None, zero: Any = None) -> Words:
+    """The 8 weights of a word as 4 words of fp16 pairs (``PAIRS``), each times 2^-14. On other words than the kernel's,
+    ``permute`` and ``zero`` are theirs."""
+    permute, zero = permute or permute_bytes, Int32(0) if zero is None else zero
     even = ((word << 1) & 0x0E0E0E0E) | ((word << 4) & -0x7F7F7F80)
     odd = ((word >> 3) & 0x0E0E0E0E) | (word & -0x7F7F7F80)
     return [permute(half, zero, selector) for half in (even, odd) for selector in (0x1404, 0x3424)]

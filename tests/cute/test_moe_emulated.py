@@ -1,0 +1,145 @@
+"""The MoE kernels of the CuTe DSL warp by warp on a CPU (``warp_emulator.py``), against the ops' meaning.
+
+Small sizes, few blocks, rings smaller than what streams through them, several orders of the warps.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import kernel_check
+import pytest
+import torch
+import warp_emulator
+from kernel_check import Case, Setting
+
+from k3plan.compiler.call import emulated_links
+from k3plan.compiler.covering.match import find_regions
+from k3plan.compiler.kernel import Menu, Region
+from k3plan.compiler.ops import OPS
+from k3plan.graphs.launch import allocate, arguments_of, make_call, scratch_of
+from k3plan.graphs.load import TORCH_DTYPES
+from k3plan.ops_cute import moe_experts_menu, moe_front_menu
+
+SMALL = replace(kernel_check.K3, hidden=128, latent=128, moe_intermediate=64, shared_experts=1, experts=12, top_k=3)
+ROUTED = replace(SMALL, experts=64, top_k=5, latent=64)
+
+
+@cache
+def modules() -> dict[str, Any]:
+    return warp_emulator.load(("mxfp4", "moe_parts", "mailbox", "moe_topk", "moe_experts", "moe_front",
+                               "moe_front_sharded"))
+
+
+def region_of(kernels: Any, setting: Setting) -> Region:
+    regions, _ = find_regions(setting.graph(), Menu(kernels), rows=setting.sequences * setting.query)
+    return regions[0]
+
+
+def tensors_of(region: Region, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    values = region.graph.values
+    return {**inputs, **{name: torch.empty(values[name].shape, dtype=TORCH_DTYPES[values[name].dtype])
+                         for name in region.outputs}}
+
+
+def check(module: str, region: Region, setting: Setting, config: Mapping[str, Any], blocks: int,
+          change: Any = lambda inputs: None) -> None:
+    """Two launches with fresh inputs, changed by ``change``, through one binding."""
+    made = modules()[module]
+    made.multiprocessors = lambda device: blocks
+    tensors = tensors_of(region, kernel_check.make_inputs(region, setting, 0, "cpu"))
+    scratch = {name: allocate(one, "cpu") for name, one in scratch_of(region, config).items()}
+    launch = made.bind(make_call(arguments_of(region), tensors, scratch=scratch, config=config))
+    for seed in range(2):
+        for name, fresh in kernel_check.make_inputs(region, setting, seed, "cpu").items():
+            tensors[name].copy_(fresh)
+        change({name: tensors[value] for name, value in region.binding.items() if value in region.inputs})
+        for name in region.outputs:
+            kernel_check._poison(tensors[name])
+        before = {name: tensors[name].clone() for name in region.inputs}
+        warp_emulator.run(launch, [*tensors.values(), *scratch.values()], seed)
+        kernel_check._compare(Case(region.kernel.id, region, config, setting), before, tensors, seed)
+
+
+@pytest.mark.parametrize(("rows", "tp", "experts", "numerics", "bulk"), [
+    (1, 1, "tp", kernel_check.PLAIN, True), (3, 2, "tp", kernel_check.FP8, False),
+    (8, 2, "ep", kernel_check.PLAIN, True)], ids=["one-row", "mxfp8-lanes", "whole-experts"])
+def test_experts(rows: int, tp: int, experts: str, numerics: Any, bulk: bool) -> None:
+    setting = Setting("small", SMALL, tp, rows, 1, experts, numerics)
+    region = region_of(moe_experts_menu.KERNELS, setting)
+    check("moe_experts", region, setting, {"slots": 2, "bulk": bulk}, blocks=3)
+
+
+def test_front() -> None:
+    setting = Setting("small", ROUTED, 1, 5, 1)
+    region = region_of(moe_front_menu.KERNELS[:1], setting)
+    check("moe_front", region, setting, {"slots": 2}, blocks=6)
+
+
+def test_front_gives_ties_to_the_lower_id() -> None:
+    """All experts equal; then 10 of 64 that share the highest place, for 5 that are wanted."""
+    def equal(inputs: Mapping[str, torch.Tensor]) -> None:
+        inputs["router"][:] = inputs["router"][:1].clone()
+        inputs["bias"].zero_()
+        if inputs["x"][0, 0] > 0:
+            inputs["bias"][20:50:3] = 2.0
+
+    setting = Setting("small", ROUTED, 1, 1, 1)
+    region = region_of(moe_front_menu.KERNELS[:1], setting)
+    check("moe_front", region, setting, {"slots": 4}, blocks=3, change=equal)
+
+
+def test_sharded_front_of_all_ranks() -> None:
+    """Four launches, so that the mailbox goes round; every rank must choose the same experts."""
+    setting = Setting("small", ROUTED, 2, 3, 1, choices=kernel_check.SHARDED)
+    region = region_of(moe_front_menu.KERNELS[2:], setting)
+    made = modules()["moe_front_sharded"]
+    made.multiprocessors = lambda device: 4
+    config, calls, ranks = {"slots": 2}, [], []
+    for rank in range(2):
+        own = tensors_of(region, kernel_check.make_inputs(region, setting, rank, "cpu"))
+        scratch = {name: allocate(one, "cpu") for name, one in scratch_of(region, config).items()}
+        calls.append(make_call(arguments_of(region), own, scratch=scratch, config=config))
+        ranks.append(own)
+    launch = made.bind(calls, emulated_links([call.scratch["mailbox"] for call in calls]))
+    for seed in range(4):
+        for rank, own in enumerate(ranks):
+            fresh = kernel_check.make_inputs(region, setting, 10 * seed + rank, "cpu")
+            # rows and bias are equal on all ranks
+            fresh |= {region.binding[n]: ranks[0][region.binding[n]] for n in ("x", "bias") if rank}
+            for name, tensor in fresh.items():
+                own[name].copy_(tensor)
+            for name in region.outputs:
+                kernel_check._poison(own[name])
+        everything = [t for own in ranks for t in own.values()] + [t for c in calls for t in c.scratch.values()]
+        for one in launch.launches:
+            warp_emulator.run(one, [*everything, one.arguments["table"]], seed)
+        compare_ranks(region, setting, ranks, seed)
+
+
+def compare_ranks(region: Region, setting: Setting, ranks: list[dict[str, torch.Tensor]], seed: int) -> None:
+    exact, chain = ([dict(own) for own in ranks] for _ in range(2))
+    for values, rounded in ((exact, False), (chain, True)):
+        for own in values:
+            own |= {n: own[n] if rounded or not own[n].dtype.is_floating_point else own[n].float()
+                    for n in region.inputs}
+        for node in region.nodes:
+            for index, own in enumerate(values):
+                definition = OPS[node.op]
+                if definition.kind == "comm":
+                    found = definition.fn([v[node.inputs[0]] for v in values], **node.attrs)[index]
+                else:
+                    found = definition.fn(*(own[n] for n in node.inputs), **node.attrs)
+                for name, result in zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True):
+                    own[name] = result.to(TORCH_DTYPES[region.graph.values[name].dtype]) if rounded else result
+    case = Case(region.kernel.id, region, {}, setting)
+    for rank, own in enumerate(ranks):
+        for name in region.outputs:
+            where = f"launch {seed}, rank {rank}, {name}"
+            if own[name].dtype == torch.int32:
+                assert torch.equal(own[name], chain[rank][name]), where
+            else:
+                kernel_check._check_close(case, name, where, own[name].float(), chain[rank][name].float(),
+                                          exact[rank][name].float())

@@ -1,0 +1,389 @@
+"""The instructions of ``ops_cute`` as numpy operations on 32 lanes: what ``warp_emulator.py`` puts in their place."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import warp_emulator as machine
+from warp_emulator import LANES, Barrier, Boolean, Float32, Int32, Int64, wait_until
+
+
+def _wanted(guard: Any) -> np.ndarray:
+    active = machine._warp().active
+    return active if guard is None else active & (Int32(guard).a != 0)
+
+
+def select(condition: Any, yes: Any, no: Any) -> Any:
+    return type(yes)(np.where(Boolean(condition).a, yes.a, type(yes)(no).a))
+
+
+# global memory
+
+
+def _places(at: Any, size: int, wanted: np.ndarray, alignment: int = 0) -> np.ndarray:
+    here, start = machine._machine[-1], at.a.astype(np.int64)[wanted]
+    assert not (start % (alignment or size)).any(), f"an access of {size} bytes at {start}"
+    assert ((start >= 0) & (start + size <= here.memory.size)).all(), "an address outside memory"
+    places = start[:, None] + np.arange(size)
+    assert here.inside[places].all(), f"an access of {size} bytes outside every tensor"
+    return places
+
+
+def load_words(at: Any, count: int = 4, *, guard: Any = None, stream: bool = False) -> list[Any]:
+    wanted, found = _wanted(guard), np.zeros((32, count), np.int32)
+    content = machine._machine[-1].memory[_places(at, 4 * count, wanted)]
+    found[wanted] = np.ascontiguousarray(content).view(np.int32).reshape(-1, count)
+    return [Int32(found[:, i]) for i in range(count)]
+
+
+def store_words(at: Any, words: Sequence[Any], *, guard: Any = None) -> None:
+    wanted = _wanted(guard)
+    content = np.stack([word.a.astype(np.int32)[wanted] for word in words], 1)
+    machine._machine[-1].memory[_places(at, 4 * len(words), wanted)] = np.ascontiguousarray(content).view(np.uint8)
+
+
+def load_number(at: Any, kind: Any = Int32) -> Any:
+    wanted, found = _wanted(None), np.zeros(32, kind.dtype)
+    content = machine._machine[-1].memory[_places(at, found.itemsize, wanted)]
+    found[wanted] = np.ascontiguousarray(content).view(kind.dtype)[:, 0]
+    return kind(found)
+
+
+def store_number(at: Any, value: Any, guard: Any) -> None:
+    store_words(at, [value], guard=guard)
+
+
+def publish(at: Any, word: Any, guard: Any) -> None:
+    store_words(at, [word], guard=guard)
+
+
+def look(at: Any, guard: Any, count: int = 4) -> list[Any]:
+    wanted = _wanted(guard)
+    return [Int32(np.where(wanted, word.a, 1)) for word in load_words(at, count, guard=guard)]
+
+
+def is_late(words: Sequence[Any]) -> Any:
+    late = np.zeros(32, bool)
+    for word in words:
+        late |= word.a == 0
+    return Int32(late)
+
+
+def send_words(at: Any, words: Sequence[Any], guard: Any, *, multicast: bool = False) -> None:
+    store_words(at, words, guard=guard)
+
+
+def look_at(at: Any) -> list[Any]:
+    return load_words(at, 4)
+
+
+def wait_for(at: Any, words: Sequence[Any]) -> list[Any]:
+    while is_late(words).a[_wanted(None)].any():
+        machine._machine[-1].rest()
+        words = load_words(at, 4)
+    return list(words)
+
+
+def encode(word: Any) -> Any:
+    return Int32(np.where(~word.a == 0, 1, ~word.a))
+
+
+# shared memory
+
+
+def _shared(at: Any, size: int, wanted: np.ndarray) -> np.ndarray:
+    memory, start = machine._warp().block.shared, at.a.astype(np.int64)[wanted]
+    assert not (start % size).any(), f"a shared access of {size} bytes at {start}"
+    assert ((start >= 0) & (start + size <= memory.size)).all(), f"an address outside shared memory: {start}"
+    return start[:, None] + np.arange(size)
+
+
+def _load(at: Any, size: int, kind: Any) -> np.ndarray:
+    wanted, count = _wanted(None), size // np.dtype(kind).itemsize
+    found = np.zeros((32, count), kind)
+    content = machine._warp().block.shared[_shared(at, size, wanted)]
+    found[wanted] = np.ascontiguousarray(content).view(kind).reshape(-1, count)
+    return found
+
+
+def _store(at: Any, content: np.ndarray, guard: Any) -> None:
+    wanted = _wanted(guard)
+    content = np.ascontiguousarray(content[wanted])
+    size = content.shape[1] * content.itemsize
+    machine._warp().block.shared[_shared(at, size, wanted)] = content.view(np.uint8).reshape(-1, size)
+
+
+def load_shared(at: Any, count: int = 1) -> Any:
+    found = _load(at, 4 * count, np.float32)
+    return Float32(found[:, 0]) if count == 1 else [Float32(found[:, i]) for i in range(count)]
+
+
+def store_shared(at: Any, values: Sequence[Any], *, guard: Any = None) -> None:
+    _store(at, np.stack([v.a.astype(np.float32) for v in values], 1), guard)
+
+
+def load_word(at: Any) -> Any:
+    return Int32(_load(at, 4, np.int32)[:, 0])
+
+
+def store_word(at: Any, value: Any, guard: Any = 1) -> None:
+    _store(at, value.a.astype(np.int32)[:, None], guard)
+
+
+def load_byte(at: Any) -> Any:
+    return Int32(_load(at, 1, np.uint8)[:, 0])
+
+
+def load_signed_byte(at: Any) -> Any:
+    return Int32(_load(at, 1, np.int8)[:, 0])
+
+
+def store_byte(at: Any, value: Any, guard: Any) -> None:
+    _store(at, value.a.astype(np.uint8)[:, None], guard)
+
+
+def set_bits(at: Any, bits: Any, guard: Any) -> None:
+    words, added = machine._warp().block.shared.view(np.uint32), np.ascontiguousarray(bits.a).view(np.uint32)
+    for lane in np.flatnonzero(_wanted(guard)):
+        words[at.a[lane] // 4] |= added[lane]
+
+
+def load_matrices(at: Any, count: int = 4) -> list[Any]:
+    memory, start = machine._warp().block.shared, at.a[: 8 * count]
+    assert not (start % 16).any(), f"rows of a matrix at {start}"
+    assert (start + 16 <= memory.size).all(), f"rows of a matrix at {start}"
+    rows = memory[start[:, None] + np.arange(16)].view(np.int32)
+    return [Int32(rows[8 * m : 8 * m + 8].reshape(-1)) for m in range(count)]
+
+
+# barriers
+
+
+def _barrier(at: Any) -> Barrier:
+    return machine._warp().block.barriers[int(at.a[np.argmax(_wanted(None))])]
+
+
+def init_barrier(at: Any, arrivals: int) -> None:
+    place = int(at.a[np.argmax(_wanted(None))])
+    machine._warp().block.barriers[place] = Barrier(arrivals, arrivals)
+
+
+def publish_barriers() -> None:
+    pass
+
+
+def arrive(at: Any, count: int = 1, guard: Any = 1) -> None:
+    for _ in range(int(_wanted(guard).sum())):
+        barrier = _barrier(at)
+        barrier.left -= count
+        assert barrier.left >= 0, "more arrivals than a barrier waits for"
+        barrier.settle()
+
+
+def expect_bytes(at: Any, count: Any) -> None:
+    wanted = _wanted(None)
+    barrier = _barrier(at)
+    barrier.bytes += int(count.a[wanted].sum())
+    arrive(at)
+
+
+def await_phase(at: Any, parity: Any) -> None:
+    barrier, wanted = _barrier(at), int(parity.a[np.argmax(_wanted(None))])
+    # the phase of that parity has ended: the current one has the other
+    wait_until(lambda: barrier.phase & 1 != wanted)
+
+
+def stream_policy() -> Any:
+    return Int64(0)
+
+
+def _copy(to: Any, source: Any, sizes: np.ndarray, wanted: np.ndarray) -> None:
+    here, shared = machine._machine[-1], machine._warp().block.shared
+    for lane in np.flatnonzero(wanted):
+        start, at, size = int(source.a[lane]), int(to.a[lane]), int(sizes[lane])
+        assert start % 16 == at % 16 == size % 16 == 0, f"a copy of {size} bytes from {start} to {at}"
+        assert here.inside[start : start + size].all(), f"a copy of {size} bytes from {start}, outside every tensor"
+        assert at + size <= shared.size, "a copy to outside shared memory"
+        shared[at : at + size] = here.memory[start : start + size]
+
+
+def copy_bulk(to: Any, source: Any, size: Any, barrier: Any, policy: Any, guard: Any) -> None:
+    wanted = _wanted(guard)
+    _copy(to, source, size.a, wanted)
+    for lane in np.flatnonzero(wanted):
+        one = machine._warp().block.barriers[int(barrier.a[lane])]
+        one.bytes -= int(size.a[lane])
+        one.settle()
+
+
+def copy_async(to: Any, source: Any, policy: Any, guard: Any) -> None:
+    _copy(to, source, np.full(32, 16), _wanted(guard))
+
+
+def arrive_copied(at: Any) -> None:
+    arrive(at)
+
+
+# numbers
+
+
+def pack(values: Sequence[Any]) -> list[Any]:
+    halves = [torch.from_numpy(np.array(v.a)).bfloat16().view(torch.int16).numpy().astype(np.int64) & 0xFFFF
+              for v in values]
+    return [Int32((low | (high << 16)).astype(np.uint32).view(np.int32))
+            for low, high in zip(halves[::2], halves[1::2], strict=True)]
+
+
+def pack_f16(low: Any, high: Any) -> Any:
+    with np.errstate(all="ignore"):
+        halves = np.stack([low.a.astype(np.float16), high.a.astype(np.float16)], 1)
+    return Int32(np.ascontiguousarray(halves).view(np.int32)[:, 0])
+
+
+def unpack_f16(word: Any) -> list[Any]:
+    halves = np.ascontiguousarray(word.a).view(np.float16).reshape(32, 2)
+    return [Float32(halves[:, 0]), Float32(halves[:, 1])]
+
+
+def permute_bytes(a: Any, b: Any, selector: int) -> Any:
+    both = np.stack([a.a, b.a], 1).copy().view(np.uint8).reshape(32, 8)
+    picked = [both[:, selector >> (4 * i) & 7] for i in range(4)]
+    assert not selector & 0x8888, "sign replication"
+    return Int32(np.ascontiguousarray(np.stack(picked, 1)).view(np.int32)[:, 0])
+
+
+def _function(name: str) -> Any:
+    def apply(*values: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return Float32(getattr(np, name)(*(v.a for v in values)))
+    return apply
+
+
+exp2, exact_exp, divide = _function("exp2"), _function("exp"), _function("divide")
+
+
+def reciprocal(x: Any) -> Any:
+    return divide(Float32(1.0), x)
+
+
+def round_to_e4m3(values: Sequence[Any], largest: Any) -> list[Any]:
+    mantissa, exponent = np.frexp(largest.a)
+    exponent = np.where(largest.a > 0, exponent - 9 + (mantissa > 0.875), 0).astype(np.float32)
+    found = []
+    for value in values:
+        scaled = torch.from_numpy((value.a * np.exp2(-exponent)).astype(np.float32))
+        found.append(Float32(scaled.to(torch.float8_e4m3fn).float().numpy() * np.exp2(exponent)))
+    return found
+
+
+def _product(a: Sequence[Any], b: Sequence[Any], c: Sequence[Any], halves: Any) -> list[Any]:
+    r, q = LANES // 4, LANES % 4
+    left, right = np.zeros((16, 16), np.float32), np.zeros((16, 8), np.float32)
+    for word, (row, column) in zip(a, ((0, 0), (8, 0), (0, 8), (8, 8)), strict=True):
+        for i in range(2):
+            left[r + row, 2 * q + i + column] = halves(word)[i].a
+    for word, row in zip(b, (0, 8), strict=True):
+        for i in range(2):
+            right[2 * q + i + row, r] = halves(word)[i].a
+    with np.errstate(all="ignore"):
+        product = left @ right
+        return [Float32(x.a + product[r + 8 * (n // 2), 2 * q + n % 2]) for n, x in enumerate(c)]
+
+
+def mma(a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> list[Any]:
+    return _product(a, b, c, lambda w: [(w << 16).bitcast(Float32), (w & Int32(-65536)).bitcast(Float32)])
+
+
+def mma_f16(a: Sequence[Any], b: Sequence[Any], c: Sequence[Any] | None = None) -> list[Any]:
+    return _product(a, b, [Float32(0.0)] * 4 if c is None else c, unpack_f16)
+
+
+def _halves(key: Any) -> tuple[Any, Any]:
+    words = np.ascontiguousarray(key.a).view(np.int32).reshape(32, 2)
+    return Int32(words[:, 0]), Int32(words[:, 1])
+
+
+def _whole(low: Any, high: Any) -> Any:
+    words = np.stack([low.a.astype(np.int32), high.a.astype(np.int32)], 1)
+    return Int64(np.ascontiguousarray(words).view(np.int64)[:, 0])
+
+
+def highest_bit(word: Any) -> Any:
+    return Int32([int(w & 0xFFFFFFFF).bit_length() - 1 for w in word.a.tolist()])
+
+
+# warps
+
+
+def lane_xor(value: Any, lanes: int) -> Any:
+    return type(value)(value.a[LANES ^ lanes])
+
+
+def lane_value(value: Any, lane: Any) -> Any:
+    return type(value)(value.a[Int32(lane).a & 31])
+
+
+class Arch:
+    """``cute.arch``."""
+
+    @staticmethod
+    def thread_idx() -> tuple[Any, ...]:
+        return Int32(32 * machine._warp().number + LANES), Int32(0), Int32(0)
+
+    @staticmethod
+    def block_idx() -> tuple[Any, ...]:
+        return tuple(map(Int32, machine._warp().block.index))
+
+    @staticmethod
+    def get_dyn_smem(kind: Any, alignment: int) -> Any:
+        return machine.Pointer(Int32(0))
+
+    @staticmethod
+    def make_warp_uniform(value: Any) -> Any:
+        return Int32(value.a[0])
+
+    @staticmethod
+    def sync_warp() -> None:
+        pass
+
+    @classmethod
+    def sync_threads(cls) -> None:
+        cls.barrier(barrier_id=0, number_of_threads=machine._machine[-1].threads)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def barrier_arrive(*, barrier_id: int, number_of_threads: int, aligned: bool = True) -> None:
+        came = machine._warp().block.named.setdefault(barrier_id, [0, 0])
+        came[0] += 32
+        assert came[0] <= number_of_threads, f"more than {number_of_threads} threads at barrier {barrier_id}"
+        if came[0] == number_of_threads:
+            came[:] = [0, came[1] + 1]
+
+    @classmethod
+    def barrier(cls, *, barrier_id: int, number_of_threads: int) -> None:
+        came = machine._warp().block.named.setdefault(barrier_id, [0, 0])
+        ended = came[1]
+        cls.barrier_arrive(barrier_id=barrier_id, number_of_threads=number_of_threads)
+        wait_until(lambda: came[1] > ended)
+
+    @staticmethod
+    def popc(word: Any) -> Any:
+        return Int32([int(w & 0xFFFFFFFF).bit_count() for w in word.a.tolist()])
+
+    @staticmethod
+    def shuffle_sync_up(value: Any, lanes: int, mask_and_clamp: int = 0) -> Any:
+        return type(value)(value.a[np.where(lanes <= LANES, LANES - lanes, LANES)])
+
+    @staticmethod
+    def vote_ballot_sync(condition: Any) -> Any:
+        held = Boolean(condition).a
+        return Int32(np.uint32(sum(1 << lane for lane in range(32) if held[lane])).view(np.int32))
+
+    @staticmethod
+    def fmax(a: Any, b: Any) -> Any:
+        return Float32(np.fmax(Float32(a).a, Float32(b).a))
+
+    @staticmethod
+    def fmin(a: Any, b: Any) -> Any:
+        return Float32(np.fmin(Float32(a).a, Float32(b).a))
