@@ -22,8 +22,8 @@ GB = 1e9
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One line of the report. ``meaning`` and ``fix`` are for a finding that is not ok."""
+class Answer:
+    """One line of the report. ``meaning`` and ``fix`` are for one that is not ok."""
 
     group: str  # "machine", "libraries" or "abilities"
     name: str
@@ -33,31 +33,31 @@ class Finding:
     fix: str = ""
 
 
-def examine() -> list[Finding]:
+def examine() -> list[Answer]:
     """Everything worth knowing about this machine; takes seconds, because it imports and compiles."""
     found = [*_machine(), *_gpus(), *_libraries()]
     return [*found, *_abilities({finding.name: finding for finding in found})]
 
 
-def _machine() -> Iterator[Finding]:
+def _machine() -> Iterator[Answer]:
     version = platform.python_version()
-    yield Finding("machine", "python", sys.version_info >= (3, 10), f"{version}, {platform.machine()}",
+    yield Answer("machine", "python", sys.version_info >= (3, 10), f"{version}, {platform.machine()}",
                   "k3plan needs Python 3.10 or newer", "make clean; make PYTHON=python3.12 venv")
-    yield Finding("machine", "cores", True, str(os.cpu_count()))
+    yield Answer("machine", "cores", True, str(os.cpu_count()))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB
-    yield Finding("machine", "memory", memory >= 4, f"{memory:.0f} GB",
+    yield Answer("machine", "memory", memory >= 4, f"{memory:.0f} GB",
                   "importing torch and running the tiny model take about 2 GB", "use a larger machine")
     disk = shutil.disk_usage(".").free / GB
-    yield Finding("machine", "disk", disk >= 1, f"{disk:.0f} GB free here",
+    yield Answer("machine", "disk", disk >= 1, f"{disk:.0f} GB free here",
                   "the tiny checkpoint and its plan may not fit", "free some space, or run in another folder")
     compiler = next((name for name in ("clang", "gcc") if shutil.which(name)), "")
     headers = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
     value = " and ".join([compiler or "no C compiler", "Python.h" if headers else "no Python.h"])
-    yield Finding("machine", "C compiler", bool(compiler) and headers, value,
+    yield Answer("machine", "C compiler", bool(compiler) and headers, value,
                   "Triton builds its launcher with them before the first kernel runs on a GPU",
                   "on Debian and Ubuntu: apt install gcc python3-dev")
     for name in knobs.unknown():
-        yield Finding("machine", name, False, "is set", "is no flag of this version and has no effect",
+        yield Answer("machine", name, False, "is set", "is no flag of this version and has no effect",
                       "unset it, or look up its name in compiler/knobs.py")
 
 
@@ -71,21 +71,21 @@ def _ask_driver() -> list[str]:
     return done.stdout.strip().splitlines() if done.returncode == 0 else []
 
 
-def _gpus() -> Iterator[Finding]:
+def _gpus() -> Iterator[Answer]:
     lines = _ask_driver()
     if not lines:
-        yield Finding("machine", "gpu", False, "none found",
+        yield Answer("machine", "gpu", False, "none found",
                       "kernels run in Triton's interpreter, on the CPU: right results, no speed",
                       "use a machine with an NVIDIA GPU of compute capability 9.0 or newer, and its driver")
     for number, line in enumerate(lines):
         name, capability, memory, driver = (part.strip() for part in line.split(","))
-        yield Finding("machine", "gpu" if number == 0 else f"gpu {number}",
+        yield Answer("machine", "gpu" if number == 0 else f"gpu {number}",
                       float(capability) >= OLDEST_CAPABILITY,
                       f"{name}, compute capability {capability}, {memory}, driver {driver}",
                       f"the kernels need compute capability {OLDEST_CAPABILITY} or newer")
 
 
-def _libraries() -> Iterator[Finding]:
+def _libraries() -> Iterator[Answer]:
     yield _torch()
     yield _probed("triton", "k3plan.ops_triton.probe",
                   "cannot compile a Triton kernel or run one in the interpreter", "pip install triton")
@@ -99,42 +99,42 @@ def _libraries() -> Iterator[Finding]:
         ("cuda-bindings", "cannot audit a captured graph against its plan", 'pip install -e ".[cuda]"'),
     ]:
         try:
-            yield Finding("libraries", name, True, importlib.metadata.version(name))
+            yield Answer("libraries", name, True, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            yield Finding("libraries", name, False, "not installed", meaning, fix)
+            yield Answer("libraries", name, False, "not installed", meaning, fix)
 
 
-def _torch() -> Finding:
+def _torch() -> Answer:
     try:
         torch = importlib.import_module("torch")
     except Exception as error:
-        return Finding("libraries", "torch", False, _first_line(error),
+        return Answer("libraries", "torch", False, _first_line(error),
                        "can plan, and cannot run anything", "make clean; make venv")
     build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
     if torch.cuda.is_available():
         build += f", sees {torch.cuda.device_count()} GPU(s)"
-    return Finding("libraries", "torch", True, f"{torch.__version__}, {build}")
+    return Answer("libraries", "torch", True, f"{torch.__version__}, {build}")
 
 
-def _probed(name: str, module: str, meaning: str, fix: str) -> Finding:
+def _probed(name: str, module: str, meaning: str, fix: str) -> Answer:
     """A kernel language, by the probe in its folder: version, and a trial compilation for each target."""
     try:
         found = dict(importlib.import_module(module).probe())
     except Exception as error:
         value = "not installed" if isinstance(error, ModuleNotFoundError) else _first_line(error)
-        return Finding("libraries", name, False, value, meaning, fix)
+        return Answer("libraries", name, False, value, meaning, fix)
     version = found.pop("version")
     refused = [f"{target} ({reason})" for target, reason in found.items() if reason]
     works = ", ".join(target for target, reason in found.items() if not reason)
-    return Finding("libraries", name, not refused, f"{version}, compiles for {works or 'no target'}",
+    return Answer("libraries", name, not refused, f"{version}, compiles for {works or 'no target'}",
                    "does not compile for " + "; ".join(refused) if refused else "",
                    "reinstall it: its assembler is missing or too old" if refused else "")
 
 
-def _abilities(found: dict[str, Finding]) -> Iterator[Finding]:
-    def ability(name: str, *needs: str) -> Finding:
+def _abilities(found: dict[str, Answer]) -> Iterator[Answer]:
+    def ability(name: str, *needs: str) -> Answer:
         lacking = [need for need in needs if not found[need].ok]
-        return Finding("abilities", name, not lacking, f"lacks {', '.join(lacking)}" if lacking else "")
+        return Answer("abilities", name, not lacking, f"lacks {', '.join(lacking)}" if lacking else "")
 
     yield ability("plan a step for any GPU", "python", "pydantic", "ruamel.yaml")
     yield ability("run a plan on the CPU", "torch", "safetensors")
@@ -144,7 +144,7 @@ def _abilities(found: dict[str, Finding]) -> Iterator[Finding]:
     needs = ("gpu", "torch", "triton", "safetensors", "C compiler")
     on_device = ability("run and capture on this GPU", *needs)
     if on_device.ok and "sees" not in found["torch"].value:
-        yield Finding("abilities", on_device.name, False, "torch does not see the GPU",
+        yield Answer("abilities", on_device.name, False, "torch does not see the GPU",
                       "torch is a CPU build, or older or newer than the driver allows", "make clean; make venv")
     else:
         yield on_device
@@ -155,7 +155,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def render(findings: list[Finding]) -> str:
+def render(findings: list[Answer]) -> str:
     """The report for a person. What is not ok is followed by what that means and what to do about it."""
     lines = []
     for group, title in (("machine", "this machine"), ("libraries", "libraries"), ("abilities", "it can")):

@@ -19,7 +19,7 @@ from .load import TORCH_DTYPES
 
 
 @dataclass(frozen=True)
-class Finding:
+class Comparison:
     """One launch: root-mean-square error of its worst output, of the plain chain of ops, in units of the reference."""
 
     launch: Launch
@@ -35,7 +35,7 @@ class Finding:
         return not self.finite or self.error > 2 * self.chain_error + 2.0**-8
 
 
-def verify_launches(executable: Executable) -> list[Finding]:
+def verify_launches(executable: Executable) -> list[Comparison]:
     """Runs one step of rank 0 and returns a finding for each launch, in order."""
     plan = executable.plan
     graph, _ = lower(plan.spec)
@@ -73,13 +73,13 @@ def _evaluate(graph, nodes, views, before: dict[str, Tensor], rounded: bool) -> 
 
 
 def _compare(kernel: str, launch: Launch, found: Mapping[str, Tensor], wanted: dict[str, Tensor],
-             chain: dict[str, Tensor]) -> Finding:
-    worst = Finding(launch, kernel, "", 0.0, 0.0, True)
+             chain: dict[str, Tensor]) -> Comparison:
+    worst = Comparison(launch, kernel, "", 0.0, 0.0, True)
     for name in launch.outputs:
         reference = wanted[name].float()
         scale = float(reference.square().mean().sqrt()) + 1e-30
         error, plain = (float((x[name].float() - reference).square().mean().sqrt()) / scale for x in (found, chain))
         finite = bool(torch.isfinite(found[name].float()).all()) or not bool(torch.isfinite(reference).all())
         if not finite or error >= worst.error:
-            worst = Finding(launch, kernel, name, error, plain, finite)
+            worst = Comparison(launch, kernel, name, error, plain, finite)
     return worst

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from k3plan.graphs import doctor
-from k3plan.graphs.doctor import Finding, examine, render
+from k3plan.graphs.doctor import Answer, examine, render
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def torch_is(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
     monkeypatch.setitem(sys.modules, "torch", fake)
 
 
-def by_name(findings: list[Finding]) -> dict[str, Finding]:
+def by_name(findings: list[Answer]) -> dict[str, Answer]:
     found = {finding.name: finding for finding in findings}
     assert len(found) == len(findings), "two findings have one name"
     return found
@@ -49,7 +49,7 @@ def test_facts_are_those_of_this_process(no_gpu: None) -> None:
 
 
 def test_json_holds_the_same_findings(no_gpu: None) -> None:
-    assert [Finding(**f) for f in json.loads(doctor.doctor(json=True))["findings"]] == examine()
+    assert [Answer(**f) for f in json.loads(doctor.doctor(json=True))["findings"]] == examine()
 
 
 def test_what_is_not_ok_says_what_that_means(no_gpu: None) -> None:
@@ -113,11 +113,11 @@ def test_a_flag_that_does_not_exist_is_reported(monkeypatch: pytest.MonkeyPatch)
 
 def test_report_reads_well() -> None:
     findings = [
-        Finding("machine", "python", True, "3.12.1, x86_64"),
-        Finding("machine", "gpu", False, "none found", "no speed", "use a machine with a GPU"),
-        Finding("libraries", "torch", True, "2.13.0+cpu, a CPU build"),
-        Finding("abilities", "plan a step for any GPU", True, ""),
-        Finding("abilities", "run and capture on this GPU", False, "lacks gpu"),
+        Answer("machine", "python", True, "3.12.1, x86_64"),
+        Answer("machine", "gpu", False, "none found", "no speed", "use a machine with a GPU"),
+        Answer("libraries", "torch", True, "2.13.0+cpu, a CPU build"),
+        Answer("abilities", "plan a step for any GPU", True, ""),
+        Answer("abilities", "run and capture on this GPU", False, "lacks gpu"),
     ]
     assert render(findings) == """\
 this machine
