@@ -1,7 +1,7 @@
 """The attention half of a layer: Kimi delta attention or multi-head latent attention, h in, o_proj out."""
 from __future__ import annotations
 
-from .build import GraphBuilder
+from .graph_builder import GraphBuilder
 from .ir import Axis
 from .recipe import Cat, Recipe, Reshape, Slice
 

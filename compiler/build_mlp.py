@@ -1,7 +1,7 @@
 """The MLP half of a layer: dense, or a mixture of experts with shared experts, in latent space for Kimi K3."""
 from __future__ import annotations
 
-from .build import GraphBuilder
+from .graph_builder import GraphBuilder
 from .ir import Axis
 from .recipe import Recipe, StackLeaf
 

@@ -43,7 +43,6 @@ class KernelDef:
     pack: Mapping[str, str] = field(default_factory=dict)  # pattern name -> weight layout
     scratch: Callable[[Region, Mapping[str, Any]], Mapping[str, Scratch]] | None = None  # for a configuration
     configs: Callable[[Region], Sequence[Mapping[str, Any]]] | None = None  # worth timing, the default first
-    evidence: str = ""  # the measurement behind ``rows`` and ``cost``
     note: str = ""
 
     def __post_init__(self) -> None:
