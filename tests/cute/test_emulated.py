@@ -19,7 +19,8 @@ from k3plan.graphs import launch as launching
 from k3plan.ops_cute.kernels import KERNELS
 
 MODULES = ("attn_res", "kda_decode", "skinny_linear")
-PROMPT_CASES = 4  # of each kernel; the others are marked slow
+PROMPT_CASES = 3  # of each kernel; the others, and those with a large weight, are marked slow
+PROMPT_BYTES = 12_000_000
 
 
 def emulated(kernel: KernelDef) -> bool:
@@ -31,14 +32,20 @@ def _params(cases: list[kernel_check.Case], prompt: int) -> list[Any]:
     found = []
     for case in cases:
         kernel = case.region.kernel.id
-        turn[kernel] = turn.get(kernel, 0) + 1
-        found.append(pytest.param(case, id=case.name, marks=[pytest.mark.slow] if turn[kernel] > prompt else []))
+        large = any(case.region.graph.values[n].nbytes > PROMPT_BYTES for n in case.region.inputs)
+        turn[kernel] = turn.get(kernel, 0) + (not large)
+        slow = large or turn[kernel] > prompt
+        found.append(pytest.param(case, id=case.name, marks=[pytest.mark.slow] if slow else []))
     return found
 
 
 MINE = [kernel for kernel in KERNELS if emulated(kernel)]
 SMALL = _params(kernel_check.cases(MINE), PROMPT_CASES)
-REAL = _params(kernel_check.cases(MINE, test_on_device.settings()), 1)
+REAL = _params([
+    # 64 sequences take 20 s and have nothing that 8 have not
+    *kernel_check.cases(MINE, [setting for setting in test_on_device.settings() if setting.sequences < 64]),
+    *(case for case in test_on_device.WHOLE_STEPS if emulated(case.region.kernel)),
+], 1)
 
 
 @pytest.fixture(autouse=True)
