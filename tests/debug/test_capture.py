@@ -111,7 +111,8 @@ def test_garbage_collection_is_off_and_on_again() -> None:
 
 
 def gpu_plan(*overrides: str) -> LaunchPlan:
-    return small_plan("step.outputs=[tokens, logits]", *overrides)
+    settings = ["model.layers=[0, 1, 2, 3]", "step.outputs=[tokens, logits]", *overrides]
+    return compile_plan("examples/k3-h200-tp16.yaml", settings)
 
 
 def kept(executable: Executable) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ def codes(found: Inspection) -> list[str]:
 def test_a_faultless_capture() -> None:
     found = inspect(PLAN, GOOD)
     assert found.findings == ()
-    assert found.programmatic_planned == sum(x.dependent for x in PLAN.launches) > 30
+    assert found.programmatic_planned == sum(x.dependent for x in PLAN.launches) > 0
     assert (found.missing, found.extra, found.unlike, found.programmatic_lost) == ((), (), (), ())
     assert found.path.nodes == len(PLAN.launches)
     assert found.path.us == pytest.approx(PLAN.us, abs=0.01)
