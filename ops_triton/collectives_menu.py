@@ -13,6 +13,9 @@ ONE_SHOT_BYTES = 15 * 8 * 14336  # most that a rank sends in all: 8 rows to 15 p
 ARMED_BYTES = 32 * 1024  # messages above it go by armed words as a rule: half the bytes, one more store
 HEALTH = 8
 STRIPE_ROWS = 16  # most step rows of the up-projection's stripe
+# above 4 step rows a block fills an SM: with more columns than a wave of blocks of 8 the launch is slower than its
+# parts (3584 columns, 8 rows, two H200: MoE tail 60 us, in five launches 22)
+STRIPE_COLUMNS = 1024
 
 
 def ranks_of(region: Region) -> int:
@@ -141,6 +144,9 @@ def stripe_configs(region: Region) -> list[dict[str, Any]]:
 
 def _needs_stripe(region: Region) -> str | None:
     stripe, columns = region.value("weight").shape
+    rows = region.value("out").shape[0]
+    if rows > 4 and stripe > STRIPE_COLUMNS:
+        return f"{stripe} columns of a rank at {rows} rows are more than a wave of blocks"
     if stripe % 2:
         return f"{stripe} columns of a rank: words of 4 bytes would be shared"
     if columns > 4096:
