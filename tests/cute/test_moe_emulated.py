@@ -11,6 +11,7 @@ from typing import Any
 
 import kernel_check
 import pytest
+import real_shapes
 import torch
 import warp_emulator
 from kernel_check import Case, Setting
@@ -92,31 +93,59 @@ def test_front_gives_ties_to_the_lower_id() -> None:
 
 
 def test_sharded_front_of_all_ranks() -> None:
-    """Four launches, so that the mailbox goes round; every rank must choose the same experts."""
     setting = Setting("small", ROUTED, 2, 3, 1, choices=kernel_check.SHARDED)
-    region = region_of(moe_front_menu.KERNELS[2:], setting)
     made = modules()["moe_front_sharded"]
     made.multiprocessors = lambda device: 4
-    config, calls, ranks = {"slots": 2}, [], []
-    for rank in range(2):
+
+    def run(launch: Any, everything: list[torch.Tensor], seed: int) -> None:
+        for one in launch.launches:
+            warp_emulator.run(one, [*everything, one.arguments["table"]], seed)
+
+    check_ranks(region_of(moe_front_menu.KERNELS[2:], setting), setting, made.bind, run)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8])
+def test_sharded_front_of_all_ranks_on_a_gpu(rows: int, device: str) -> None:
+    from k3plan.ops_cute.moe_front_sharded import bind
+
+    def run(launch: Any, everything: list[torch.Tensor], seed: int) -> None:
+        launch()
+        torch.cuda.synchronize()
+
+    setting = real_setting(rows)
+    check_ranks(region_of(moe_front_menu.KERNELS[2:], setting), setting, bind, run, device)
+
+
+def real_setting(rows: int) -> Setting:
+    """The front of Kimi K3 on 16 ranks, and small experts behind it."""
+    model = replace(real_shapes._spec(1, 1, kernel_check.SHARDED).model, attention=("kda",) * 2, mlp=("dense", "moe"),
+                    dense_intermediate=512, moe_intermediate=512)
+    return Setting("k3", model, 16, rows, 1, choices=kernel_check.SHARDED)
+
+
+def check_ranks(region: Region, setting: Setting, bind: Any, run: Any, device: str = "cpu") -> None:
+    """Four launches, so that the mailbox goes round; every rank must choose the same experts."""
+    config, calls, ranks = {"slots": 2 if device == "cpu" else 12}, [], []
+    for rank in range(setting.tp):
         own = tensors_of(region, kernel_check.make_inputs(region, setting, rank, "cpu"))
-        scratch = {name: allocate(one, "cpu") for name, one in scratch_of(region, config).items()}
+        own = {name: tensor.to(device) for name, tensor in own.items()}
+        scratch = {name: allocate(one, device) for name, one in scratch_of(region, config).items()}
         calls.append(make_call(arguments_of(region), own, scratch=scratch, config=config))
         ranks.append(own)
-    launch = made.bind(calls, emulated_links([call.scratch["mailbox"] for call in calls]))
+    launch = bind(calls, emulated_links([call.scratch["mailbox"] for call in calls]))
+    everything = [t for own in ranks for t in own.values()] + [t for c in calls for t in c.scratch.values()]
     for seed in range(4):
         for rank, own in enumerate(ranks):
-            fresh = kernel_check.make_inputs(region, setting, 10 * seed + rank, "cpu")
+            fresh = kernel_check.make_inputs(region, setting, 100 * seed + rank, "cpu")
             # rows and bias are equal on all ranks
             fresh |= {region.binding[n]: ranks[0][region.binding[n]] for n in ("x", "bias") if rank}
             for name, tensor in fresh.items():
                 own[name].copy_(tensor)
             for name in region.outputs:
                 kernel_check._poison(own[name])
-        everything = [t for own in ranks for t in own.values()] + [t for c in calls for t in c.scratch.values()]
-        for one in launch.launches:
-            warp_emulator.run(one, [*everything, one.arguments["table"]], seed)
-        compare_ranks(region, setting, ranks, seed)
+        run(launch, everything, seed)
+        compare_ranks(region, setting, [{name: t.cpu() for name, t in own.items()} for own in ranks], seed)
 
 
 def compare_ranks(region: Region, setting: Setting, ranks: list[dict[str, torch.Tensor]], seed: int) -> None:

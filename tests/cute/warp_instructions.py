@@ -75,14 +75,16 @@ def send_words(at: Any, words: Sequence[Any], guard: Any, *, multicast: bool = F
     store_words(at, words, guard=guard)
 
 
-def look_at(at: Any) -> list[Any]:
-    return load_words(at, 4)
+def look_at(at: Any, guard: Any = None) -> list[Any]:
+    return load_words(at, 4) if guard is None else look(at, guard)
 
 
 def wait_for(at: Any, words: Sequence[Any]) -> list[Any]:
-    while is_late(words).a[_wanted(None)].any():
+    late = is_late(words)
+    while late.a[_wanted(None)].any():
         machine._machine[-1].rest()
-        words = load_words(at, 4)
+        words = [select(late == 1, new, old) for new, old in zip(load_words(at, 4, guard=late), words, strict=True)]
+        late = is_late(words)
     return list(words)
 
 
