@@ -14,11 +14,15 @@ would have to wait for the stores to the other ranks as well). The norm of the m
 there is one exchange and not two.
 
 A row of one block keeps its sums at home, because a block that is launched without a cluster has no address in one.
+Parts travel in one shot, each to every rank, or in two: each to the rank that owns its columns, and the sum from there
+to every rank. Two shots cost a hop and send 2/ranks of the bytes.
 
-Waits: (0) "parts of a row" of each rank, after this rank has published its own. A block waits for no other block of its
-launch but those of its cluster, which the hardware starts together; every block publishes before it waits; so a launch
-ends once every rank has begun its own. The launch for all ranks of one process needs all blocks resident at once
-(``bind`` checks it); where they do not fit, publishing and collecting are two launches.
+Waits: (0) "parts of a row" of each rank, after this rank has published its own; (1) with two shots "sums of a row". A
+block waits for no other block of its rank but those of its cluster, which the hardware starts together, and publishes
+before it waits; so a launch with one shot ends once every rank has begun its own. With two a row waits for the same
+row of the other ranks: blocks start in the order of the rows, so that the lowest unfinished row runs everywhere. The
+launch for all ranks of one process needs all blocks resident at once (``bind`` checks it); where they do not fit,
+publishing, summing and collecting are launches of their own.
 Epochs: one for each block, as ``mailbox.py`` says. Weights are loaded before the wait for the producers.
 The last act is a cluster barrier: no block leaves while another may still write to it.
 Numerics: bf16 parts, fp32 sums in the order of the ranks, one rounding each of y, p and h; products and softmax fp32,
@@ -37,6 +41,7 @@ import torch
 from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch, Link
+from .all_reduce_attn_res_menu import message
 from .launching import KernelLaunch, LaunchSequence, await_producers, row_stride, start_dependents
 from .mailbox import (
     Addresses,
@@ -67,11 +72,11 @@ from .primitives import (
     total,
     unpack,
 )
-from .protocol import PROTOCOL
+from .protocol import FRAGMENT_WORDS, PROTOCOL
 
-WAITS = ("parts of a row",)
+WAITS = ("parts of a row", "sums of a row")
 MIXED = ("score", "weight", "h", "p", "prefix")  # tensors of ``mix_row`` beside the blocks
-WHOLE, PUBLISH, COLLECT = 0, 1, 2
+WHOLE, PUBLISH, COLLECT, REDUCE = 0, 1, 2, 3
 LANES = 32
 HEAD = 16  # bytes of the barrier before the sums
 LOG2_E = 1.4426950408889634
@@ -79,10 +84,11 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Config:
-    """Blocks of a row, and threads of each."""
+    """Blocks of a row, threads of each, and hops of the sum."""
 
     cluster: int
     threads: int
+    shots: int = 1
 
 
 @dataclass(frozen=True)
@@ -90,12 +96,14 @@ class Static:
     """What the kernel is compiled for."""
 
     columns: tuple[str, ...]  # of the address table
+    rows: int
     width: int  # of a row
     blocks: int  # finished blocks of layers
     ranks: int
     slot: int  # bytes
     cluster: int
     threads: int
+    shots: int
     add: bool  # there is a prefix
     keep: bool  # p is read outside
     eps: float
@@ -113,6 +121,11 @@ class Static:
     @property
     def warps(self) -> int:
         return self.threads // LANES
+
+    @property
+    def owned(self) -> int:
+        """Fragments of a row that one rank sums, with two shots."""
+        return self.width // 8 // self.ranks
 
     @property
     def shared(self) -> int:
@@ -207,14 +220,17 @@ def open_row(p: Static) -> None:
 def mix_row(at: Addresses, thread: Any, part: Any, row: Any, block: Any, p: Static, *, publish: bool) -> None:
     """A block's part of a row: sum, residual, mix and norm. ``publish``: the rank's own part is the tensor ``x`` and is
     sent from here; otherwise other blocks of the rank send it. ``block``: whose epoch counts."""
-    if p.phase != PUBLISH:
+    last = p.phase in (WHOLE, COLLECT)
+    if last:
         cute.arch.cluster_arrive_relaxed()
     fragments = p.width // 8
     fragment = part * p.threads + thread
     real = fragment < fragments if p.cluster * p.threads != fragments else None
     if real is not None:
         fragment = select(real, fragment, Int32(fragments - 1))
-    column = Int64(fragment) * 16
+    column, guard = Int64(fragment) * 16, None if real is None else Int32(real)
+    owner = fragment // p.owned if p.shots == 2 else None
+    peer = None if owner is None else at.peer(owner)
     weight = load_words(at["weight"] + column)
     score = [word.bitcast(Float32) for half in (0, 16) for word in load_words(at["score"] + 2 * column + half)]
     await_producers(p.dependent)
@@ -223,13 +239,15 @@ def mix_row(at: Addresses, thread: Any, part: Any, row: Any, block: Any, p: Stat
     x = load_words(at["x"] + Int64(row) * (2 * p.stride_x) + column) if publish else []
     box = Mailbox(at, ranks=p.ranks, slot=p.slot, block=block, limit=p.limit, multicast=p.multicast)
     held, prefix = [], []
-    if p.phase != PUBLISH:
+    if last:
         held = [load_words(at[f"block{i}"] + Int64(row) * (2 * p.stride_block) + column) for i in range(p.blocks)]
         prefix = load_words(at["prefix"] + Int64(row) * (2 * p.stride_prefix) + column) if p.add else []
-    where = row * fragments + fragment
-    if publish and p.phase != COLLECT:
-        box.send(where, x, guard=None if real is None else Int32(real))
-    if p.phase == PUBLISH:
+    where = row * fragments + fragment if owner is None else row * p.owned + fragment - owner * p.owned
+    if publish and p.phase in (WHOLE, PUBLISH):
+        box.send(where, x, peer, guard=guard)
+    if p.phase == REDUCE:
+        _reduce(box, where, owner, real, p)
+    if not last:
         return
     if publish:
         flat = hold_back([word for words in held for word in words], box.epoch, box.epochs)
@@ -237,7 +255,7 @@ def mix_row(at: Addresses, thread: Any, part: Any, row: Any, block: Any, p: Stat
     if real is not None:
         score = [select(real, s, Float32(0.0)) for s in score]
         held = [[select(real, word, Int32(0)) for word in words] for words in held]
-    kept, h = _mix(box, thread, part, where, score, [unpack(words) for words in held], unpack(prefix), real, p)
+    kept, h = _mix(box, thread, part, (where, owner), score, [unpack(w) for w in held], unpack(prefix), real, p)
     if p.keep:
         store_words(at["p"] + Int64(row) * (2 * p.stride_p) + column, kept, guard=real)
     h = pack([m * w for m, w in zip(h, unpack(weight), strict=True)])
@@ -246,7 +264,44 @@ def mix_row(at: Addresses, thread: Any, part: Any, row: Any, block: Any, p: Stat
     cute.arch.cluster_wait()
 
 
-def _mix(box: Mailbox, thread: Any, part: Any, where: Any, score: list[Any], sources: list[list[Any]],
+def _reduce(box: Mailbox, where: Any, owner: Any, real: Any, p: Static) -> None:
+    """With two shots: the sum of the fragments that are this rank's, to all ranks, by the threads that have one."""
+    mine = owner == Int32(box.rank)
+    guard = Int32(mine if real is None else mine & real)
+    looked = [box.look(sender, where, guard) for sender in range(p.ranks)]
+    for sender in range(p.ranks):
+        box.arm(sender, where, guard)
+    box.send(where + p.rows * p.owned, pack(_sum(box, looked, 0)), guard=guard)
+
+
+def _sum(box: Mailbox, looked: Sequence[Any], wait: int) -> list[Any]:
+    """The 8 columns of a fragment, summed over the looks in their order."""
+    received = [box.wait(look) for look in looked]
+    box.report(list(enumerate(received)), wait)
+    y = unpack(received[0])
+    for words in received[1:]:
+        y = [a + b for a, b in zip(y, unpack(words), strict=True)]
+    return y
+
+
+def _await_sum(box: Mailbox, where: Any, owner: Any, real: Any, p: Static) -> list[Any]:
+    """The 8 columns of a thread, summed over the ranks."""
+    guard = None if real is None else Int32(real)
+    if p.shots == 1:
+        looked = [box.look(sender, where) for sender in range(p.ranks)]
+        for sender in range(p.ranks):
+            box.arm(sender, where, guard)
+        return _sum(box, looked, 0)
+    if p.phase == WHOLE:
+        _reduce(box, where, owner, real, p)
+    look = box.look(owner, where + p.rows * p.owned)
+    box.arm(owner, where + p.rows * p.owned, guard)
+    words = box.wait(look)
+    box.report([(owner, words)], 1)
+    return unpack(words)
+
+
+def _mix(box: Mailbox, thread: Any, part: Any, place: tuple[Any, Any], score: list[Any], sources: list[list[Any]],
          prefix: list[Any], real: Any, p: Static) -> tuple[list[Any], list[Any]]:
     """The new prefix of a thread's columns, 4 words, and their mix times the norm's factor, 8 fp32."""
     lane, warp = thread % LANES, part * p.warps + thread // LANES
@@ -257,14 +312,7 @@ def _mix(box: Mailbox, thread: Any, part: Any, where: Any, score: list[Any], sou
     cute.arch.cluster_wait()
     _share(early, p.early, sums, warp, 0, lane, p)
 
-    looked = [box.look(sender, where) for sender in range(p.ranks)]
-    for sender in range(p.ranks):
-        box.arm(sender, where, None if real is None else Int32(real))
-    received = [box.wait(look) for look in looked]
-    box.report(list(enumerate(received)), 0)
-    y = unpack(received[0])
-    for words in received[1:]:
-        y = [a + b for a, b in zip(y, unpack(words), strict=True)]
+    y = _await_sum(box, *place, real, p)
     if p.add:
         y = [a + b for a, b in zip(rounded(y), prefix, strict=True)]
     kept = pack(y)
@@ -287,7 +335,7 @@ def _all_reduce_attn_res(arguments: Any, names: cutlass.Constexpr, p: cutlass.Co
     start_dependents(p.dependent)
     thread, _, _ = cute.arch.thread_idx()
     part, index, row = cute.arch.block_idx()
-    if cutlass.const_expr(p.phase != PUBLISH and p.cluster > 1):
+    if cutlass.const_expr(p.phase in (WHOLE, COLLECT) and p.cluster > 1):
         if thread == 0:
             open_row(p)
     at = Addresses(arguments, names, p.columns, index)
@@ -302,16 +350,19 @@ def static_of(calls: Sequence[Call], links: Sequence[Link], config: Config, *, m
     parities, ranks, slot = first.scratch["mailbox"].shape
     assert parities == PROTOCOL.parities, f"mailbox of {parities} parts"
     assert width % 8 == 0, f"rows of {width}"
-    assert slot >= rows * width // 2, f"{rows} rows of {width}, slot of {slot} words"
+    wanted = FRAGMENT_WORDS * message(rows, width // 8, ranks, config.shots)
+    assert slot >= wanted, f"{rows} rows of {width}, slot of {slot} words"
+    assert config.shots == 1 or width // 8 % ranks == 0, f"{width // 8} fragments over {ranks} ranks"
     assert all(len(link.peers) == ranks for link in links), f"links to {[len(k.peers) for k in links]} of {ranks} ranks"
     assert config.cluster * config.threads >= width // 8, f"{config} for {width // 8} fragments"
     assert not multicast or len(calls) == 1, "a process with several ranks has no multicast address"
     strides = {row_stride(block) for block in first.rest}
     assert len(strides) == 1, f"blocks with strides {strides}"
     return Static(
-        columns=(), width=width, blocks=len(first.rest), ranks=ranks, slot=4 * slot, cluster=config.cluster,
-        threads=config.threads, add=prefix is not None, keep=p is not None, eps=first.attrs["m"]["eps"],
-        out_eps=first.attrs["h"]["eps"], stride_x=0, stride_prefix=0 if prefix is None else row_stride(prefix),
+        columns=(), rows=rows, width=width, blocks=len(first.rest), ranks=ranks, slot=4 * slot, cluster=config.cluster,
+        threads=config.threads, shots=config.shots, add=prefix is not None, keep=p is not None,
+        eps=first.attrs["m"]["eps"], out_eps=first.attrs["h"]["eps"], stride_x=0,
+        stride_prefix=0 if prefix is None else row_stride(prefix),
         stride_block=strides.pop(), stride_p=0 if p is None else row_stride(p), stride_h=row_stride(h), phase=WHOLE,
         limit=first.wait_limit, dependent=first.dependent_launch, multicast=multicast)
 
@@ -340,5 +391,5 @@ def bind(calls: Sequence[Call], links: Sequence[Link], *, multicast: int = 0) ->
                           static, cluster=cluster, shared=static.shared, dependent=static.dependent)
     if len(calls) == 1 or fits_at_once(len(calls) * config.cluster * x.shape[0], x.device):
         return launch
-    return LaunchSequence(tuple(replace(launch, parameters=replace(static, phase=phase))
-                                for phase in (PUBLISH, COLLECT)))
+    phases = (PUBLISH, COLLECT) if static.shots == 1 else (PUBLISH, REDUCE, COLLECT)
+    return LaunchSequence(tuple(replace(launch, parameters=replace(static, phase=phase)) for phase in phases))

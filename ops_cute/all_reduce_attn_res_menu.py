@@ -16,6 +16,7 @@ MOST_CLUSTER = 8  # every GPU grants a cluster of 8
 MOST_THREADS = 256
 MOST_RANKS = 32  # a report has a bit for each
 ONE_SHOT_ROWS = 8  # above it every rank would send too much to every other
+MOST_ROWS = 64
 
 
 def mailbox(ranks: int, fragments: int, blocks: int) -> dict[str, Scratch]:
@@ -27,10 +28,16 @@ def mailbox(ranks: int, fragments: int, blocks: int) -> dict[str, Scratch]:
 
 def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
     rows, width = region.value("x").shape
-    return mailbox(int(region.attrs("all_reduce")["ranks"]), rows * width // 8, rows * config["cluster"])
+    ranks = int(region.attrs("all_reduce")["ranks"])
+    return mailbox(ranks, message(rows, width // 8, ranks, config["shots"]), rows * config["cluster"])
 
 
-def configs(region: Region) -> list[dict[str, Any]]:
+def message(rows: int, fragments: int, ranks: int, shots: int) -> int:
+    """Fragments of a slot: a rank's whole part, or what it sends to the owner of some columns and what it owns."""
+    return rows * fragments if shots == 1 else 2 * rows * (fragments // ranks)
+
+
+def clusters(region: Region) -> list[dict[str, Any]]:
     """Clusters whose threads have a fragment of 8 columns each: the fewest idle threads, then the largest cluster.
 
     Fewer blocks lose (H200, TP16, one row, one finished block: 7 blocks 2.0 us, 4 blocks 2.5)."""
@@ -45,6 +52,16 @@ def configs(region: Region) -> list[dict[str, Any]]:
     return found[:1] + largest[-1:]
 
 
+def configs(region: Region) -> list[dict[str, Any]]:
+    """``clusters``, and how parts travel: ``shots`` 1, each part to every rank; 2, each to the rank that owns its
+    columns, which sends the sum to all. A second hop costs 1.6 us between two H200; what it saves at 16 ranks is
+    13/15 of rows x 0.2 MB, which takes as long at 4 rows: to be measured between 16 ranks."""
+    rows, width = region.value("h").shape
+    whole = width // 8 % int(region.attrs("all_reduce")["ranks"]) == 0
+    shots = [1, 2] if rows <= ONE_SHOT_ROWS else [2]
+    return [{**c, "shots": n} for n in shots for c in clusters(region) if n == 1 or whole]
+
+
 def refusal(region: Region, width: int) -> str | None:
     """Why rows of ``width`` cannot be summed and mixed; None when they can."""
     blocks = sum(node.op == "attn_res" and len(node.inputs) - 2 for node in region.nodes)
@@ -55,7 +72,7 @@ def refusal(region: Region, width: int) -> str | None:
         return f"{ranks} ranks, the kernel takes {MOST_RANKS}"
     if width % 8:
         return f"rows of {width}, not whole fragments of 8"
-    if not configs(region):
+    if not clusters(region):
         return f"rows of {width}, at most {8 * MOST_CLUSTER * MOST_THREADS}"
     return None
 
@@ -64,14 +81,17 @@ def _needs(region: Region) -> str | None:
     value = region.value("x")
     if value.dtype != "bf16":
         return f"x is {value.dtype}, the kernel adds bf16"
-    return refusal(region, value.shape[1])
+    reason = refusal(region, value.shape[1])
+    if reason is None and not configs(region):
+        reason = f"{value.shape[1] // 8} fragments of {value.shape[0]} rows do not divide over the ranks"
+    return reason
 
 
 MIX = "m = attn_res(score, p, ...)\nh = rms_norm(m, weight)\n-> p, h"
 
 
 def _define(name: str, pattern: str, note: str) -> KernelDef:
-    return KernelDef(id=f"cute.{name}", pattern=f"{pattern}\n{MIX}", entry=ENTRY, arch=ARCH, rows=(1, ONE_SHOT_ROWS),
+    return KernelDef(id=f"cute.{name}", pattern=f"{pattern}\n{MIX}", entry=ENTRY, arch=ARCH, rows=(1, MOST_ROWS),
                      needs=_needs, scratch=scratch, configs=configs, note=note)
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from ..compiler.call import Scratch
 from ..compiler.kernel import KernelDef, Region
-from .all_reduce_attn_res_menu import ARCH, LANES, MIX, mailbox
-from .all_reduce_attn_res_menu import configs as configs_of_mix
+from .all_reduce_attn_res_menu import ARCH, LANES, MIX, clusters, mailbox
 from .all_reduce_attn_res_menu import refusal as refusal_of_mix
 
 ENTRY = "k3plan.ops_cute.all_reduce_o_proj:bind"
@@ -41,7 +40,7 @@ def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
 
 def configs(region: Region) -> list[dict[str, Any]]:
     inputs = region.value("a").shape[1]
-    return [c for c in configs_of_mix(region) if splits(inputs, c["threads"] // LANES)
+    return [c for c in clusters(region) if splits(inputs, c["threads"] // LANES)
             and (c["threads"] // LANES) % splits(inputs, c["threads"] // LANES) == 0]
 
 

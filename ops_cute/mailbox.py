@@ -115,9 +115,12 @@ def send_words(at: Any, words: Words, guard: Any, *, multicast: bool = False) ->
         ptx(_guarded("st.relaxed.sys.global.v4.b32 [$0], {$1, $2, $3, $4};", guard, 5), [], [at, *words, *more])
 
 
-def look_at(at: Any) -> Words:
-    """4 words that a peer may have written."""
-    return ptx(f"{_LOOK} [$4];", [Int32] * 4, [at])
+def look_at(at: Any, guard: Any = None) -> Words:
+    """4 words that a peer may have written; ones, which are waited for no longer, where ``guard`` (Int32) is zero."""
+    if guard is None:
+        return ptx(f"{_LOOK} [$4];", [Int32] * 4, [at])
+    ones = " ".join(f"mov.b32 ${i}, 1;" for i in range(4))
+    return ptx(f"{{ .reg .pred g; setp.ne.b32 g, $5, 0; {ones} @g {_LOOK} [$4]; }}", [Int32] * 4, [at, guard])
 
 
 def wait_for(at: Any, words: Words) -> Words:
@@ -251,10 +254,11 @@ class Mailbox:
         at = self.own + self.armed + Int64(sender) * self.slot + Int64(fragment) * FRAGMENT_BYTES
         store_words(at, [Int32(0)] * 4, guard=guard)
 
-    def look(self, sender: Any, fragment: Any) -> tuple[Any, Words]:
-        """A first look at a fragment: give the result to ``wait``. Several looks are on their way together."""
+    def look(self, sender: Any, fragment: Any, guard: Any = None) -> tuple[Any, Words]:
+        """A first look at a fragment, where ``guard`` (Int32) is not zero: give the result to ``wait``. Several looks
+        are on their way together."""
         at = self.own + self.part + Int64(sender) * self.slot + Int64(fragment) * FRAGMENT_BYTES
-        return at, look_at(at)
+        return at, look_at(at, guard)
 
     def wait(self, looked: tuple[Any, Words]) -> Words:
         """The payload of a fragment, looked at until it is whole; NaN after a wait that gave up."""

@@ -11,7 +11,7 @@ the row, with the sum of the squares of the share, which the same units make. Th
 the finished sums. So a cluster reads the parts of the latent once, and its blocks exchange once.
 All threads of all blocks share the sending, the arming and the collecting.
 
-Order: weights and norm are loaded, and multiplied with each other, before the wait for the producers or while parts
+Order: weights and norm are asked for before the wait for the producers and multiplied with each other while parts
 travel; publish both parts; arm; wait (0) for the "parts of the latent"; products; wait (1) for the "parts of the shared
 columns"; publish the finished columns; wait (2) for the "finished columns" of all ranks.
 Waits: a launch needs all its blocks resident, because each sends a share of what all wait for (``bind`` checks the
@@ -67,6 +67,7 @@ class Config:
     cluster: int
     tiles: int
     parts: int
+    early: bool  # weights in registers before the wait for the producers
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Static:
     cluster: int
     tiles: int
     parts: int
+    early: bool
     clusters: int
     eps: float
     stride_x: int  # elements between rows
@@ -160,6 +162,34 @@ class Static:
 
 
 HEAD = 16  # bytes of the barrier
+
+
+def _prefetch(at: Any, count: int, guard: Any) -> None:
+    """Asks for ``count`` bytes in the L2 cache, where ``guard`` (Int32) is not zero."""
+    ptx(f"{{ .reg .pred g; setp.ne.b32 g, $1, 0; @g cp.async.bulk.prefetch.L2.global [$0], {count}; }}", [],
+        [at, guard])
+
+
+def _prefetch_weights(at: Addresses, thread: Any, part: Any, cluster: Any, p: Static) -> None:
+    """A block's part of its weight rows, a row a thread."""
+    for start in range(0, TILE * p.tiles, p.threads):
+        output = cluster * p.tiles * TILE + thread + start
+        real = (output < p.stripe) & (thread + start < TILE * p.tiles)
+        source = at["weight"] + (Int64(select(real, output, Int32(0))) * p.latent + Int64(part * p.share)) * 2
+        _prefetch(source, 2 * p.share, Int32(real))
+
+
+def _load_weights(at: Addresses, part: Any, cluster: Any, warp: Any, lane: Any, p: Static) -> tuple[Any, Any]:
+    """The words of a lane's weights, row g before row g + 8 of each unit, and of the norm beside them."""
+    first = part * p.share + (warp % p.parts) * p.units * UNIT + (lane % 4) * 8
+    output = (cluster * p.tiles + warp // p.parts) * TILE + lane // 4
+    weight, norm = [], []
+    for unit in range(p.units):
+        for lower in (0, 8):
+            o = select(output + lower < p.stripe, output + lower, Int32(p.stripe - 1))
+            weight += load_words(at["weight"] + (Int64(o) * p.latent + Int64(first + unit * UNIT)) * 2)
+        norm += load_words(at["norm"] + Int64(first + unit * UNIT) * 2)
+    return weight, norm
 
 
 def _times(words: Sequence[Any], factors: Sequence[Any]) -> list[Any]:
@@ -373,14 +403,10 @@ def _moe_tail(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
             cute.arch.mbarrier_init_fence()
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, mine)
         cute.arch.cluster_arrive_relaxed()
-        first = part * p.share + (warp % p.parts) * p.units * UNIT + (lane % 4) * 8
-        output = (cluster * p.tiles + warp // p.parts) * TILE + lane // 4
-        for unit in cutlass.range_constexpr(p.units):
-            for lower in cutlass.range_constexpr(2):
-                o = output + 8 * lower
-                o = select(o < p.stripe, o, Int32(p.stripe - 1))
-                weight += load_words(at["weight"] + (Int64(o) * p.latent + Int64(first + unit * UNIT)) * 2)
-            norm += load_words(at["norm"] + Int64(first + unit * UNIT) * 2)
+        if cutlass.const_expr(p.early):
+            weight, norm = _load_weights(at, part, cluster, warp, lane, p)
+        else:
+            _prefetch_weights(at, thread, part, cluster, p)
     share, peer = [], None
     if cutlass.const_expr(middle and not p.multicast):
         peer = at.peer(select(lane < p.ranks, lane, Int32(0)))
@@ -394,7 +420,10 @@ def _moe_tail(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
         _publish(box, share, p)
     if cutlass.const_expr(middle):
         _arm(box, number, p)
-        weight = hold_back(weight, box.epoch, box.epochs)
+        if cutlass.const_expr(p.early):
+            weight = hold_back(weight, box.epoch, box.epochs)
+        else:
+            weight, norm = _load_weights(at, part, cluster, warp, lane, p)
         weight = _times(weight, [w for unit in range(p.units) for w in 2 * norm[4 * unit : 4 * unit + 4]])
         cute.arch.cluster_wait()
         looked = _look_shared(box, part, cluster, warp, lane, p)
@@ -441,7 +470,8 @@ def bind(calls: Sequence[Call], links: Sequence[Link], *, multicast: int = 0) ->
     clusters = tiles(stripe, first.config)
     static = Static(
         columns=columns_of(tuple(named[0]), ranks), rows=rows, latent=latent, stripe=stripe, ranks=ranks, slot=4 * slot,
-        cluster=config.cluster, tiles=config.tiles, parts=config.parts, clusters=clusters, eps=first.attrs["n"]["eps"],
+        cluster=config.cluster, tiles=config.tiles, parts=config.parts, early=config.early, clusters=clusters,
+        eps=first.attrs["n"]["eps"],
         stride_x=row_stride(x), stride_other=row_stride(other), stride_g=row_stride(g), phase=WHOLE,
         limit=first.wait_limit, dependent=first.dependent_launch, multicast=bool(multicast))
     blocks = clusters * config.cluster

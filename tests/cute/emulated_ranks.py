@@ -48,21 +48,28 @@ def send_words(at: Any, words: Sequence[Any], guard: Any, *, multicast: bool = F
     emulator.store_words(at, words, guard=guard)
 
 
-def look_at(at: Any) -> list[Any]:
-    return emulator.load_words(at)
+def look_at(at: Any, guard: Any = None) -> list[Any]:
+    words = emulator.load_words(at, guard=guard)
+    return words if guard is None else [emulator.select(guard != 0, word, emulator.Int32(1)) for word in words]
 
 
 def wait_for(at: Any, words: Sequence[Any]) -> list[Any]:
-    words, active = emulator.load_words(at), emulator._now[-1].active
-    late = sum(int((word.a[active] == 0).sum()) for word in words)
-    assert not late, f"{late} words are waited for, and nobody is left to send them"
+    words, late = _look_again(at, words)
+    assert not late.any(), f"{late.sum()} words are waited for, and nobody is left to send them"
     return words
 
 
 def wait_bounded(at: Any, words: Sequence[Any], looks: Any, limit: int) -> tuple[list[Any], Any]:
-    words = emulator.load_words(at)
-    late = np.any([word.a == 0 for word in words], axis=0)
-    return words, emulator.Int32(np.where(late, limit, looks.a))
+    words, late = _look_again(at, words)
+    return words, emulator.Int32(np.where(late.any(0), limit, looks.a))
+
+
+def _look_again(at: Any, words: Sequence[Any]) -> tuple[list[Any], np.ndarray]:
+    """The words once more where one is zero, and which still are."""
+    waits = np.any([word.a == 0 for word in words], axis=0) & emulator._now[-1].active
+    again = emulator.load_words(at, guard=emulator.Int32(waits))
+    words = [emulator.select(emulator.Boolean(waits), new, old) for new, old in zip(again, words, strict=True)]
+    return words, np.stack([word.a == 0 for word in words]) & waits
 
 
 def store_report(at: Any, values: Sequence[Any], missing: Any) -> None:
@@ -110,6 +117,7 @@ def load(module: types.ModuleType) -> types.ModuleType:
     made = emulator._execute(module, fakes)
     if hasattr(made, "_times"):
         made._times = _times
+        made._prefetch = lambda at, count, guard: None
     return made
 
 

@@ -27,15 +27,15 @@ from k3plan.ops_cute.protocol import FRAGMENT_WORDS, PROTOCOL, read_health
 
 MODULES = ("all_reduce_attn_res", "all_reduce_o_proj", "moe_tail")
 KERNELS = tuple(k for k in MENU if k.entry.partition(":")[0].rpartition(".")[2] in MODULES)
-SMALL = [(tp, rows) for tp, rows in ((2, 1), (4, 3), (2, 8))]
+SMALL = [(tp, rows) for tp, rows in ((2, 1), (4, 3), (2, 8), (4, 20))]
 # one rank that hears itself: 112 and more blocks each
-REAL = [(16, 1), (16, 2), (16, 5), (16, 8), (8, 1), (8, 2), (8, 5), (8, 8)]
+REAL = [(16, 1), (16, 2), (16, 5), (16, 8), (8, 1), (8, 2), (8, 5), (8, 8), (16, 64), (8, 64)]
 
 
 def _configs(region: Region) -> list[Mapping[str, Any]]:
     """All, and a cluster with idle threads where rows are split by fragments."""
     found: list[Mapping[str, Any]] = list(region.kernel.configs(region) if region.kernel.configs else [{}])
-    return [*found, {"cluster": 2, "threads": 32}] if set(found[0]) == {"cluster", "threads"} else found
+    return [*found, {**found[-1], "cluster": 2, "threads": 32}] if "threads" in found[0] else found
 
 
 def _small() -> list[Any]:
