@@ -24,7 +24,7 @@ from .passes.merge import merge_projections
 from .passes.shard import OPTIONAL, algebra_of, shard_graph
 from .passes.verify import verify
 from .plan import Alternative, Launch, LaunchPlan, PlanChoice, Weight, seal
-from .schedule import dependent_launches
+from .schedule import Slot, schedule
 from .spec import Spec
 from .tuning import Tuning, shape_key
 
@@ -39,9 +39,10 @@ def compile_spec(spec: Spec, kernels: Iterable[KernelDef] = (), tuning: Tuning |
     graph, notes = lower(spec, taken)
     chosen = cover_graph(graph, spec, menu, tuning)
     scratch = [_scratch(region, tuning) for region in chosen.regions]
-    tensors, buffers, arena_bytes = lay_out(graph, chosen.regions, scratch)
-    dependent = dependent_launches(chosen.regions, load_device(spec.gpu).arch)
-    choices, launches = _launches(chosen, tuning, scratch, dependent)
+    slots = schedule(graph, chosen.regions, [choice.cost for choice in chosen.choices], load_device(spec.gpu),
+                     beside=spec.choices.side_stream == "auto")
+    tensors, buffers, arena_bytes = lay_out(graph, chosen.regions, scratch, [(s.first, s.last) for s in slots])
+    choices, launches = _launches(chosen, tuning, scratch, slots)
     weights = {n: Weight(v.shape, v.dtype, v.recipe) for n, v in graph.values.items() if v.recipe is not None}
     return seal(LaunchPlan(
         spec=replace(spec, choices=replace(spec.choices, **taken), origins={}),
@@ -134,13 +135,13 @@ def _scratch(region: Region, tuning: Tuning) -> dict[str, tuple[str, Scratch]]:
 
 
 def _launches(
-    chosen: Cover, tuning: Tuning, scratch: Sequence[Mapping[str, tuple[str, Scratch]]], dependent: Sequence[bool]
+    chosen: Cover, tuning: Tuning, scratch: Sequence[Mapping[str, tuple[str, Scratch]]], slots: Sequence[Slot]
 ) -> tuple[tuple[PlanChoice, ...], tuple[Launch, ...]]:
     """Launches in order; equal choices are stored once."""
     choices: dict[str, int] = {}
     stored: list[PlanChoice] = []
     launches = []
-    for choice, workspace, early in zip(chosen.choices, scratch, dependent, strict=True):
+    for choice, workspace, slot in zip(chosen.choices, scratch, slots, strict=True):
         region = choice.region
         last, own = region.nodes[-1], region.kernel.entry.startswith("op:")
         arguments = Arguments({}, (), {"o0": last.attrs}) if own else arguments_of(region)
@@ -153,7 +154,7 @@ def _launches(
             outputs=region.outputs, nodes=tuple(n.name for n in region.nodes if n.op not in FREE_OPS),
             results=last.outputs if own else (), names=arguments.names,
             rest=arguments.rest, scratch={n: t for n, (t, _) in workspace.items()},
-            dependent=early,
+            stream=slot.stream, dependent=slot.dependent, hidden_us=slot.hidden_us,
         ))
     return tuple(stored), tuple(launches)
 

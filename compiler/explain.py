@@ -43,14 +43,17 @@ def summarise(plan: LaunchPlan) -> str:
     kept = sum(b.bytes for b in plan.buffers.values() if b.kind in ("state", "cache"))
     moved = sum(plan.choice(launch).bytes for launch in plan.launches)
     floor = sum(floor_us(plan.choice(launch), device) for launch in plan.launches)
-    measured = sum(plan.choice(launch).us for launch in plan.launches if plan.choice(launch).measured)
+    measured = sum(plan.choice(launch).us - launch.hidden_us for launch in plan.launches
+                   if plan.choice(launch).measured)
+    beside = sum(launch.stream != 0 for launch in plan.launches)
     lines = [
         f"plan {plan.key}: {spec.model.family}, {len(spec.layers)} layers, {spec.step.sequences} x "
         f"{spec.step.query} rows, context {spec.step.context}, {spec.gpu} tp{spec.parallel.tp}, "
         f"experts {spec.parallel.experts}, profile {spec.profile}",
         f"a rank holds {size(weights)} of weights, {size(kept)} of caches and states, "
         f"an arena of {size(plan.arena_bytes)}",
-        f"a step is {len(plan.launches)} launches and moves {size(moved)}: floor {floor / 1e3:.3f} ms, "
+        f"a step is {len(plan.launches)} launches{f', {beside} of them beside others,' if beside else ''} and moves "
+        f"{size(moved)}: floor {floor / 1e3:.3f} ms, "
         f"predicted {plan.us / 1e3:.3f} ms (measured launches: {100 * measured / plan.us:.0f} % of it)",
     ]
     if plan.alternatives:
@@ -153,7 +156,8 @@ def _reasons(plan: LaunchPlan, launches: list[Launch]) -> str:
         f"{launch.id}{more}: {choice.kernel}", f"  computes {' + '.join(choice.ops)}",
         f"  {how} {choice.us:.2f} us, floor {floor_us(choice, device):.2f} us "
         f"({size(choice.bytes)}, {choice.flops / 1e6:.1f} Mflop); {choice.source}",
-        f"  on stream {launch.stream}, starts {'with' if launch.dependent else 'after'} the launch before it",
+        f"  on stream {launch.stream}, starts {'with' if launch.dependent else 'after'} the launch before it"
+        f"{f', beside others, which saves {launch.hidden_us:.2f} us' if launch.stream else ''}",
         *([f"  configuration {dict(choice.config)}: {choice.config_source}"] if choice.config else []),
         *(f"  reads  {_tensor(plan, n)}" for n in launch.inputs),
         *(f"  writes {_tensor(plan, n)}" for n in launch.outputs),

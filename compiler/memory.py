@@ -50,20 +50,23 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def lay_out(
-    graph: Graph, regions: tuple[Region, ...], scratch: Sequence[Mapping[str, tuple[str, Scratch]]] = ()
+    graph: Graph, regions: tuple[Region, ...], scratch: Sequence[Mapping[str, tuple[str, Scratch]]] = (),
+    at_work: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Buffer], int]:
     """Tensors by value name, buffers by name, and the bytes of the arena, for launches in this order.
 
-    ``scratch`` has for each launch its workspace: (tensor name, what is wanted) by the kernel's name for it.
+    ``scratch`` has for each launch its workspace: (tensor name, what is wanted) by the kernel's name for it;
+    ``at_work`` the first and last launch beside which it may run, itself when None.
     """
+    at_work = at_work or [(index, index) for index in range(len(regions))]
     tensors = _tensors(graph, regions)
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for index, region in enumerate(regions):
         for name in (*region.inputs, *region.outputs):
             root = tensors[name].buffer
-            first.setdefault(root, index)
-            last[root] = index
+            first[root] = min(first.get(root, index), at_work[index][0])
+            last[root] = max(last.get(root, index), at_work[index][1])
     outputs = {tensors[name].buffer for name in graph.outputs}
     buffers: dict[str, Buffer] = {}
     for name in first:
@@ -75,7 +78,7 @@ def lay_out(
         for name, want in wanted.values():
             tensors[name] = Tensor(name, 0, want.shape, contiguous(want.shape), want.dtype)
             size = math.prod(want.shape) * DTYPE_BYTES[want.dtype]
-            buffers[name] = Buffer("zeroed" if want.zeroed else "arena", size, 0, index, index)
+            buffers[name] = Buffer("zeroed" if want.zeroed else "arena", size, 0, *at_work[index])
     ordered = dict(sorted(buffers.items(), key=lambda item: (item[1].first, item[0])))
     return tensors, *_assign(ordered)
 

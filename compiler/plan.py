@@ -59,6 +59,7 @@ class Launch:
     scratch: Mapping[str, str] = field(default_factory=dict)
     stream: int = 0
     dependent: bool = False  # programmatic edge: may start before the launch before it in its stream has ended
+    hidden_us: float = 0.0  # of its time, what running beside others saves
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ class LaunchPlan:
 
     @property
     def us(self) -> float:
-        """Predicted time of the step: the sum over its launches."""
-        return sum(self.choices[launch.choice].us for launch in self.launches)
+        """Predicted time of the step: the sum over its launches, less what is hidden beside others."""
+        return sum(self.choices[launch.choice].us - launch.hidden_us for launch in self.launches)
 
     def to_json(self) -> str:
         """The plan as text: one choice, launch, tensor, buffer or weight a line. Deterministic."""

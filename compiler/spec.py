@@ -39,11 +39,12 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Choices:
-    """Algebra that has more than one right answer; ``auto`` lets the planner cost each."""
+    """What has more than one right answer; ``auto`` lets the planner cost each."""
 
     moe_front: str  # "auto" | "replicated" | "sharded"
     moe_tail: str  # "auto" | "all_reduce" | "stripe"
     mla_front: str  # "auto" | "replicated" | "sharded"
+    side_stream: str = "off"  # or "auto": launches run beside others where that pays
 
 
 @dataclass(frozen=True)

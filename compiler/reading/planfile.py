@@ -115,7 +115,7 @@ class NumericsSection(Section):
 
 
 class ChoicesSection(Section):
-    """Algebra with more than one right answer. `auto` keeps the cheapest for the target."""
+    """What has more than one right answer. `auto` keeps the cheapest for the target."""
 
     moe_front: Literal["auto", "replicated", "sharded"] = Field(
         default="auto", description="Router and latent down-projection: computed by every rank, or split and gathered."
@@ -125,6 +125,9 @@ class ChoicesSection(Section):
     )
     mla_front: Literal["auto", "replicated", "sharded"] = Field(
         default="auto", description="Low-rank MLA projections: computed by every rank, or split and gathered."
+    )
+    side_stream: Literal["off", "auto"] = Field(
+        default="off", description="auto: launches that nothing waits for yet run beside others, where that pays."
     )
 
 

@@ -33,7 +33,7 @@ DECIDING = {
             "numerics.activation"),
     "kda": ("model.attention", "numerics.kda_state"),
     "mla": ("model.attention", "step.context", "step.page_size", "numerics.kv_cache", "numerics.kv_scale",
-            "choices.mla_front"),
+            "choices.mla_front", "choices.side_stream"),
     "moe": ("model.mlp", "parallel.experts", "numerics.expert_activation", "choices.moe_front", "choices.moe_tail"),
     "dense": ("model.mlp", "model.dense_intermediate"),
     "embed": ("model.vocab",),
