@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import kernel_check
 import numpy as np
@@ -212,6 +214,16 @@ def test_kernels_compile_for_every_target_and_spill_next_to_nothing(target: str,
 def real_regions(rows: int, kernels: tuple) -> list:
     spec = real_shapes._spec(rows, 1, Choices("replicated", "all_reduce", "replicated"))
     return real_shapes.regions_of(replace(spec, layers=(1,), parallel=Parallel(16, "tp")), kernels)
+
+
+def test_the_example_of_the_page_binds_and_compiles() -> None:
+    from k3plan.ops_cute.compile_check import compile_launch
+
+    page = (Path(__file__).parents[2] / "docs/cute.md").read_text().partition("## The MoE")[2]
+    code = page.partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {"device": "meta"}
+    exec(code, names)
+    assert compile_launch(names["launch"], "sm_103a").registers <= 96
 
 
 # on a GPU
