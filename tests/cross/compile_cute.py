@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ ROWS = ((1, 1), (1, 8), (8, 1))
 Line = tuple[str, str, list[int] | str, str]  # launch, target, usage or the error, key
 
 
+@cache
 def chosen(wanted: str) -> list[tuple[str, Region]]:
     """Names and regions, collectives included; the fewest and the most blocks stand for those between."""
     from k3plan.ops_cute.kernels import KERNELS
