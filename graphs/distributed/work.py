@@ -28,6 +28,8 @@ from .measure import time_graph
 from .rank import Progress, bind_rank, make_transport
 from .watch import let_watch_decide
 
+Record = dict[tuple[int, int, str], Tensor]  # (step, launch, output) -> what the launch wrote
+
 
 @contextmanager
 def session(device: str) -> Iterator[Group]:
@@ -81,41 +83,80 @@ def check(plan: LaunchPlan, group: Group, *, steps: int, transport: str, version
     lines = [f"{len(plan.launches)} launches a step, {steps} steps{' replayed from one CUDA graph' if graph else ''}: "
              f"hidden states of {group.ranks} ranks over {carrier.name} are equal to the bit ({_digest(made)})"]
     if emulate:
+        kept: Record = {}
+        if not _same(run_steps(executable, None, steps, seed, kept), made):
+            raise RankError("steps launched one launch at a time give other hidden states than the graph")
         del executable, graph
         with group.together("emulating"):
             if group.rank == 0:
-                lines.append(_against_emulated(plan, source, made, group.device, seed))
+                lines.append(_against_emulated(plan, source, made, kept, group.device, seed))
     return "\n".join(lines)
 
 
-def _against_emulated(plan: LaunchPlan, source: RandomSource, made: Sequence[Tensor], device: torch.device,
-                      seed: int) -> str:
+def _same(these: Sequence[Tensor], those: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
+
+
+def _against_emulated(plan: LaunchPlan, source: RandomSource, made: Sequence[Tensor], kept: Record,
+                      device: torch.device, seed: int) -> str:
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    wanted = run_steps(bind(plan, source, device=device), None, len(made), seed)
+    emulated, found = bind(plan, source, device=device), Record()
+    wanted = run_steps(emulated, None, len(made), seed)
     worst = max(float((a.float() - b.float()).abs().max()) for a, b in zip(made, wanted, strict=True))
     scale = float(torch.stack([t.float() for t in wanted]).square().mean().sqrt())
     if not all(torch.isfinite(t).all() for t in wanted):
         raise RankError("hidden states of the emulated ranks are not finite")
     equal = sum(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
     if equal < len(made):
+        apart = run_steps(emulated, None, len(made), seed, found)
+        alone = "" if _same(apart, wanted) else "; emulated ranks give others when launches wait for each other"
         raise RankError(f"hidden states of {len(made) - equal} of {len(made)} steps are not those of emulated ranks: "
-                        f"they differ by up to {worst:.3g}, their root mean square is {scale:.3g}")
+                        f"they differ by up to {worst:.3g}, their root mean square is {scale:.3g}{alone}\n"
+                        f"{first_difference(plan, kept, found)}")
     return f"they are those of {plan.spec.parallel.tp} emulated ranks on one device to the bit (rms {scale:.3g})"
 
 
-def run_steps(executable: Executable, graph: CapturedStep | None, steps: int, seed: int) -> list[Tensor]:
-    """Hidden states [T, D] of each step, on the CPU; random tokens, the same for every rank, arena poisoned before."""
+def first_difference(plan: LaunchPlan, these: Record, those: Record) -> str:
+    """The first output of a launch that is not the same to the bit in both records, in words."""
+    for (step, number, name), ours in these.items():
+        theirs = those[step, number, name]
+        if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
+            launch, apart = plan.launches[number], (ours.float() - theirs.float()).abs()
+            return (f"launch by launch, the first that differs is {launch.id} ({plan.choice(launch).kernel}) in step "
+                    f"{step}: {int((apart > 0).sum())} of {ours.numel()} values of {name}, by up to {apart.max():.3g}")
+    return "launch by launch they are the same"
+
+
+def _run_recorded(executable: Executable, step: int, record: Record) -> None:
+    """One launch after the other has ended; keeps what each writes on the first rank bound here."""
+    ends = [*executable.first[1:], len(executable.steps)]
+    for number, launch in enumerate(executable.plan.launches):
+        for run in executable.steps[executable.first[number] : ends[number]]:
+            run()
+        for name in launch.outputs:
+            record[step, number, name] = executable.ranks[0].tensors[name].cpu().contiguous()
+
+
+def run_steps(executable: Executable, graph: CapturedStep | None, steps: int, seed: int,
+              record: Record | None = None) -> list[Tensor]:
+    """Hidden states [T, D] of each step, on the CPU; random tokens, the same for every rank, arena poisoned before.
+
+    With ``record`` every launch is waited for, and what it wrote is kept there.
+    """
     shape, vocab = executable.plan.spec.step, executable.plan.spec.model.vocab
     generator, batch, made = torch.Generator().manual_seed(seed), Batch(shape), []
     for slot in range(shape.sequences):
         executable.reset(slot)
-    for _ in range(steps):
+    for step in range(steps):
         rows = torch.randint(0, vocab, (shape.sequences, shape.query), generator=generator).tolist()
         inputs = batch.inputs(rows)
         executable.write(**{n: t for n, t in inputs.items() if n in executable.plan.inputs})
         executable.poison()
-        graph.replay() if graph is not None else executable.run()
+        if record is not None:
+            _run_recorded(executable, step, record)
+        else:
+            graph.replay() if graph is not None else executable.run()
         made.append(executable.outputs["hidden"].cpu())
         batch.accept([shape.query] * shape.sequences)
     return made

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 from k3plan.compiler.errors import BindError, RankError
+from k3plan.face import compile_plan
 from k3plan.graphs.distributed.group import Group
 from k3plan.graphs.distributed.library import Library
 from k3plan.graphs.distributed.rank import make_transport
 from k3plan.graphs.distributed.watch import EXIT_CODE, Watch
+from k3plan.graphs.distributed.work import first_difference
 
 
 def on_ranks(work: Callable[[Group], Any], ranks: int = 2, patience: float = 5.0) -> list[Any]:
@@ -124,3 +126,17 @@ def test_transports_between_processes_refuse_what_they_cannot_do() -> None:
         Library(group).local_ranks(4)
     with pytest.raises(BindError, match="collectives inside kernels \\(box\\)"):
         Library(group).allocate_mailboxes({"box": 8}, torch.device("cpu"))
+
+
+def test_the_first_launch_that_differs_is_named() -> None:
+    """Two records of a step; a later difference is not told, nor one of a launch that came after."""
+    plan = compile_plan("examples/tiny-k3.yaml", ["model.layers=[0]"])
+    names = [(number, launch.outputs[0]) for number, launch in enumerate(plan.launches[:6])]
+    one = {(step, number, name): torch.full((4,), float(number)) for step in range(2) for number, name in names}
+    other = {key: tensor.clone() for key, tensor in one.items()}
+    assert first_difference(plan, one, other) == "launch by launch they are the same"
+    other[(1, *names[3])][2] += 0.5
+    other[(1, *names[5])] += 1
+    said = first_difference(plan, one, other)
+    assert f"is {plan.launches[3].id} ({plan.choice(plan.launches[3]).kernel}) in step 1: 1 of 4 values" in said
+    assert said.endswith("by up to 0.5")
