@@ -147,8 +147,8 @@ def test_a_rank_may_be_a_step_ahead(armed: bool, seed: int) -> None:
     assert ahead >= 2, "no order of this seed had a rank ahead"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("ranks", "armed"), [(4, True), (2, True), (4, False)])
+@pytest.mark.parametrize(("ranks", "armed", "dtype"), [
+    (4, True, torch.bfloat16), (2, True, torch.float32), (4, False, torch.float32)], ids=str)
 def test_a_sum_in_two_shots(ranks: int, armed: bool, dtype: torch.dtype) -> None:
     """Each rank adds up a part of each block; all ranks have the whole sum, two launches in a row."""
     rows, words = 2, 64
