@@ -35,7 +35,7 @@ from cutlass import Float32, Int32, Int64
 from ..compiler.call import Call, Launch, Link
 from .launching import KernelLaunch, LaunchSequence, await_producers, row_stride, start_dependents
 from .mailbox import Addresses, Mailbox, addresses, columns_of, fits_at_once, hold_back, row_bytes
-from .moe_tail_menu import MOST_BLOCKS, MOST_ROWS, TILE, UNIT, message, tiles
+from .moe_tail_menu import COLUMNS, MOST_BLOCKS, MOST_ROWS, TILE, UNIT, message, tiles
 from .primitives import (
     address,
     lane_xor,
@@ -57,7 +57,8 @@ from .protocol import PROTOCOL
 WAITS = ("parts of the latent", "parts of the shared columns", "finished columns")
 WHOLE, PUBLISH, MIDDLE, COLLECT = 0, 1, 2, 3
 LANES = 32
-LOOKS = 32  # fragments of a thread under way at once
+LOOKS = 32  # fragments of a thread under way at once, of those that it waits for
+TOGETHER = 6  # and of those that it sends
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,16 @@ class Static:
         return self.rows * self.stripe // 8
 
     @property
+    def items(self) -> int:
+        """Fragments that a rank sends, each to one rank or to all at once."""
+        return self.copies * self.latents + self.ranks * self.stripes
+
+    @property
+    def turns(self) -> int:
+        """Of them, what a thread sends at most."""
+        return -(-self.items // self.all_threads)
+
+    @property
     def pitch(self) -> int:
         """Bytes between rows of the latent in shared memory: neighbours in other banks."""
         return 2 * self.share + (64 if self.share % 64 == 0 else 0)
@@ -198,16 +209,16 @@ def _times(words: Sequence[Any], factors: Sequence[Any]) -> list[Any]:
             for w, f in zip(words, factors, strict=True)]
 
 
-def _share_of_parts(at: Addresses, number: Any, p: Static) -> list[Any]:
-    """A thread's share of this rank's two parts: source, fragment, mailbox, whether it is of the shared columns, and
-    whether there is one. Neighbouring threads send neighbouring fragments to one rank."""
+def _share_of_parts(at: Addresses, number: Any, first: int, p: Static) -> list[Any]:
+    """A thread's share of this rank's two parts, ``TOGETHER`` items at most from its item ``first``: source, fragment,
+    mailbox, whether it is of the shared columns, and whether there is one. Neighbouring threads send neighbouring
+    fragments to one rank."""
     whole, stripe = p.latent // 8, p.stripe // 8
     everywhere = p.copies * p.latents
-    total = everywhere + p.ranks * p.stripes
     found = []
-    for start in range(0, total, p.all_threads):
-        real = number + start < total
-        item = select(real, number + start, Int32(0))
+    for turn in range(first, min(first + TOGETHER, p.turns)):
+        real = number + turn * p.all_threads < p.items
+        item = select(real, number + turn * p.all_threads, Int32(0))
         other = item >= everywhere
         rest = select(other, item - everywhere, Int32(0))
         peer = select(other, rest // p.stripes, item // p.latents)
@@ -220,14 +231,17 @@ def _share_of_parts(at: Addresses, number: Any, p: Static) -> list[Any]:
     return found
 
 
-def _publish(box: Mailbox, share: Sequence[Any], p: Static) -> None:
-    words = [load_words(source) for source, *_ in share]
-    for (_, fragment, peer, other, real), w in zip(share, words, strict=True):
-        if p.multicast:
-            box.send(fragment, w, guard=select(other, Int32(0), Int32(real)))
-            box.send(fragment, w, peer, guard=select(other, Int32(real), Int32(0)))
-        else:
-            box.send(fragment, w, peer, guard=Int32(real))
+def _publish(at: Addresses, box: Mailbox, number: Any, share: Sequence[Any], p: Static) -> None:
+    """Sends a thread's share; ``share`` is its beginning."""
+    for first in range(0, p.turns, TOGETHER):
+        share = share if first == 0 else _share_of_parts(at, number, first, p)
+        words = [load_words(source) for source, *_ in share]
+        for (_, fragment, peer, other, real), w in zip(share, words, strict=True):
+            if p.multicast:
+                box.send(fragment, w, guard=select(other, Int32(0), Int32(real)))
+                box.send(fragment, w, peer, guard=select(other, Int32(real), Int32(0)))
+            else:
+                box.send(fragment, w, peer, guard=Int32(real))
 
 
 def _arm(box: Mailbox, number: Any, p: Static) -> None:
@@ -280,26 +294,28 @@ def _multiply(weight: Sequence[Any], rows: Any, base: Any, part: Any, warp: Any,
     """A warp's products, sent to the blocks that finish the rows. ``weight``: words by unit, row g before row g + 8."""
     g, q = lane // 4, lane % 4
     split, tile = warp % p.parts, warp // p.parts
-    row = select(g < p.rows, g, Int32(p.rows - 1))
-    at = rows + row * p.pitch + (split * p.units * UNIT + q * 8) * 2
-    sums, squares = [Float32(0.0)] * 4, [Float32(0.0)] * 4
-    for unit in range(p.units):
-        x = [value.bitcast(Int32) for value in load_shared(at + unit * 2 * UNIT, 4)]
-        upper, lower = weight[8 * unit : 8 * unit + 4], weight[8 * unit + 4 : 8 * unit + 8]
-        for step in (0, 2):
-            b = x[step : step + 2]
-            sums = mma([upper[step], lower[step], upper[step + 1], lower[step + 1]], b, sums)
-            # the rows times themselves: squares are the diagonal
-            squares = mma([b[0], Int32(0), b[1], Int32(0)], b, squares)
     source = part * p.parts + split
-    for i, value in enumerate(sums):
-        column = 2 * q + i % 2
-        output = tile * TILE + g + 8 * (i // 2)
-        place = base + (column // p.cluster) * p.partials + (source * TILE * p.tiles + output) * 4
-        _send_partial(place, value, base - HEAD, column % p.cluster, column < p.rows, p)
-    own = select(g % 2 == 0, squares[0], squares[1])
-    place = base + (g // p.cluster) * p.partials + (p.cluster * p.parts * TILE * p.tiles + source) * 4
-    _send_partial(place, own, base - HEAD, g % p.cluster, (g // 2 == q) & (g < p.rows) & (tile == 0), p)
+    for first in range(0, p.rows, COLUMNS):
+        row = select(first + g < p.rows, first + g, Int32(p.rows - 1))
+        at = rows + row * p.pitch + (split * p.units * UNIT + q * 8) * 2
+        sums, squares = [Float32(0.0)] * 4, [Float32(0.0)] * 4
+        for unit in range(p.units):
+            x = [value.bitcast(Int32) for value in load_shared(at + unit * 2 * UNIT, 4)]
+            upper, lower = weight[8 * unit : 8 * unit + 4], weight[8 * unit + 4 : 8 * unit + 8]
+            for step in (0, 2):
+                b = x[step : step + 2]
+                sums = mma([upper[step], lower[step], upper[step + 1], lower[step + 1]], b, sums)
+                # the rows times themselves: squares are the diagonal
+                squares = mma([b[0], Int32(0), b[1], Int32(0)], b, squares)
+        for i, value in enumerate(sums):
+            column = first + 2 * q + i % 2
+            output = tile * TILE + g + 8 * (i // 2)
+            place = base + (column // p.cluster) * p.partials + (source * TILE * p.tiles + output) * 4
+            _send_partial(place, value, base - HEAD, column % p.cluster, column < p.rows, p)
+        own, row = select(g % 2 == 0, squares[0], squares[1]), first + g
+        place = base + (row // p.cluster) * p.partials + (p.cluster * p.parts * TILE * p.tiles + source) * 4
+        guard = (g // 2 == q) & (row < p.rows) & (tile == 0)
+        _send_partial(place, own, base - HEAD, row % p.cluster, guard, p)
 
 
 def _look_shared(box: Mailbox, part: Any, cluster: Any, warp: Any, lane: Any, p: Static) -> list[Any]:
@@ -411,13 +427,13 @@ def _moe_tail(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
     if cutlass.const_expr(middle and not p.multicast):
         peer = at.peer(select(lane < p.ranks, lane, Int32(0)))
     if cutlass.const_expr(p.phase in (WHOLE, PUBLISH)):
-        share = _share_of_parts(at, number, p)
+        share = _share_of_parts(at, number, 0, p)
     await_producers(p.dependent)
 
     box = Mailbox(at, ranks=p.ranks, slot=p.slot, block=cluster * p.cluster + part, limit=p.limit,
                   multicast=p.multicast)
     if cutlass.const_expr(p.phase in (WHOLE, PUBLISH)):
-        _publish(box, share, p)
+        _publish(at, box, number, share, p)
     if cutlass.const_expr(middle):
         _arm(box, number, p)
         if cutlass.const_expr(p.early):

@@ -9,7 +9,8 @@ from ..compiler.kernel import KernelDef, Region
 from .all_reduce_attn_res_menu import ARCH, MOST_RANKS, mailbox
 
 ENTRY = "k3plan.ops_cute.moe_tail:bind"
-MOST_ROWS = 8  # columns of one product of the matrix units
+MOST_ROWS = 16
+COLUMNS = 8  # rows of a step that one product of the matrix units takes
 UNIT = 32  # inputs of the up-projection that a warp takes at once
 MOST_UNITS = 8  # of them whose weights a thread's registers hold
 TILE = 16  # outputs of one product

@@ -27,9 +27,9 @@ from k3plan.ops_cute.protocol import FRAGMENT_WORDS, PROTOCOL, read_health
 
 MODULES = ("all_reduce_attn_res", "all_reduce_o_proj", "moe_tail")
 KERNELS = tuple(k for k in MENU if k.entry.partition(":")[0].rpartition(".")[2] in MODULES)
-SMALL = [(tp, rows) for tp, rows in ((2, 1), (4, 3), (2, 8), (4, 20))]
+SMALL = [(tp, rows) for tp, rows in ((2, 1), (4, 3), (2, 8), (4, 12), (4, 20))]
 # one rank that hears itself: 112 and more blocks each
-REAL = [(16, 1), (16, 2), (16, 5), (16, 8), (8, 1), (8, 2), (8, 5), (8, 8), (16, 64), (8, 64)]
+REAL = [(16, 1), (16, 2), (16, 5), (16, 8), (8, 1), (8, 2), (8, 5), (8, 8), (16, 16), (16, 64), (8, 64)]
 
 
 def _configs(region: Region) -> list[Mapping[str, Any]]:
@@ -187,6 +187,23 @@ def test_the_multicast_variant_compiles(kernel: KernelDef, target: str) -> None:
     usage = compile_launch(multicast, target)
     assert not usage.spilled
     assert compile_kernel(multicast, target).cubin != compile_kernel(plain, target).cubin
+
+
+# kernel, loads of weights before the first wait for the producers, one row at 16 ranks
+BEFORE = [("cute.all_reduce_add_attn_res", 3), ("cute.linear_all_reduce_add_attn_res", 24), ("cute.moe_tail", 21)]
+
+
+@pytest.mark.parametrize(("kernel", "least"), BEFORE)
+@pytest.mark.parametrize("target", ["sm_90a", "sm_103a"])
+def test_weights_are_loaded_before_the_wait(kernel: str, least: int, target: str) -> None:
+    from k3plan.graphs.launch import bind_region
+    from k3plan.ops_cute.compile_check import LOAD, WAIT, operations
+    from k3plan.ops_cute.launching import compile_kernel
+
+    region = cc.real_regions([k for k in KERNELS if k.id == kernel], 16, 1)[-1]
+    launch: Any = bind_region(region, random_inputs(region, "meta"), dependent_launch=True)
+    found = operations(compile_kernel(launch, target).cubin)
+    assert found[: found.index(WAIT)].count(LOAD) >= least
 
 
 def test_the_emulators_words_are_the_protocols() -> None:
