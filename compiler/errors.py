@@ -69,6 +69,10 @@ class CheckpointError(K3PlanError):
     """A checkpoint is incomplete, corrupt, or does not hold what the plan reads."""
 
 
+class ConversionWarning(UserWarning):
+    """A checkpoint stores floats in a wider dtype than the plan reads: they are rounded. The text names them."""
+
+
 class BindError(K3PlanError):
     """A plan cannot be bound on this machine, or was called with inputs it was not planned for."""
 

@@ -16,9 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..compiler.errors import CheckpointError
-from ..compiler.recipe import Recipe
 from .boxes import Box, sizes
-from .load import Loadable, TensorInfo, load_weights, stored_tensors
+from .load import Loadable, TensorInfo, can_stand_for, is_rounded, load_weights, rounding_note, stored_tensors
 from .safetensors_header import read_header
 
 INDEX = "model.safetensors.index.json"
@@ -35,7 +34,7 @@ _GROUPS = {
     "missing": ("tensors that the plan reads are missing", "check that the config is this checkpoint's"),
     "extra": ("tensors are read by nothing", "check the config, or name their prefix in `ignore`"),
     "shape": ("tensors have another shape", "check that the config is this checkpoint's"),
-    "dtype": ("tensors have another dtype", "use the published checkpoint, not a converted one"),
+    "dtype": ("tensors have another dtype", "use a checkpoint that was not converted (plain floats may differ)"),
 }
 _Findings = dict[str, list[str]]
 
@@ -92,25 +91,39 @@ class Checkpoint:
         finally:
             self.close()
 
-    def check(self, recipes: Mapping[str, Recipe], ignore: Iterable[str] = NOT_DECODED) -> None:
-        """Compare the folder with what ``recipes`` read; prefixes in ``ignore`` may be extra.
+    def check(self, weights: Mapping[str, Loadable], ignore: Iterable[str] = NOT_DECODED) -> str:
+        """Compare the folder with what ``weights`` read; prefixes in ``ignore`` may be extra.
 
+        Returns a line that names the tensors which loading may round (``load.py``), empty when there are none.
         Raises one ``CheckpointError`` that lists, by group, all that is absent, damaged or different.
         """
         found: _Findings = {group: list(lines) for group, lines in self._found.items()}
         named: set[str] = set()
+        rounded: dict[str, tuple[str, str]] = {}
         missing: list[tuple[tuple[str, ...], str]] = []
-        for names, shape, dtype in stored_tensors(recipes.values()):
-            name = next((n for n in names if n in self.tensors), None)
-            if name is None:
-                known = self._names_known and not self._unreadable.intersection(names)
-                if known and names[0] not in named:
-                    missing.append((names, f"{dtype} {list(shape)}"))
-                named.update(names)
-                continue
-            if name not in named:
-                named.add(name)
-                _compare(name, self.tensors[name], shape, dtype, found)
+        for weight in weights.values():
+            for names, shape, dtype in stored_tensors([weight.recipe]):
+                name = next((n for n in names if n in self.tensors), None)
+                if name is None:
+                    known = self._names_known and not self._unreadable.intersection(names)
+                    if known and names[0] not in named:
+                        missing.append((names, f"{dtype} {list(shape)}"))
+                    named.update(names)
+                    continue
+                info = self.tensors[name]
+                if is_rounded(info.dtype, weight.dtype):
+                    rounded[name] = (info.dtype, weight.dtype)
+                if name not in named:
+                    named.add(name)
+                    _compare(name, info, shape, dtype, found)
+        self._look_at_the_rest(named, missing, ignore, found)
+        if any(found.values()):
+            raise CheckpointError(f"checkpoint {self.folder} does not fit the plan\n{_report(found)}")
+        return rounding_note(rounded, "will be read as")
+
+    def _look_at_the_rest(self, named: set[str], missing: list[tuple[tuple[str, ...], str]], ignore: Iterable[str],
+                          found: _Findings) -> None:
+        """Puts what is missing and what nothing reads into ``found``."""
         extra = {name: info.file for name, info in self.tensors.items()} | self._unindexed
         extra = {n: f for n, f in extra.items() if n not in named and not n.startswith(tuple(ignore))}
         for number, (names, what) in enumerate(missing):
@@ -118,8 +131,6 @@ class Checkpoint:
             found.setdefault("missing", []).append(f"{' or '.join(names)}, {what}{hint}")
         if extra:
             found["extra"] = [f"{name} in {file}" for name, file in sorted(extra.items())]
-        if any(found.values()):
-            raise CheckpointError(f"checkpoint {self.folder} does not fit the plan\n{_report(found)}")
 
     def _read_index(self) -> dict[str, str] | None:
         """Tensor name -> file name; None when there is no index but a single file."""
@@ -178,10 +189,10 @@ class Checkpoint:
 
 
 def _compare(name: str, info: TensorInfo, shape: tuple[int, ...], dtype: str, found: _Findings) -> None:
-    for group, want, have in (("shape", shape, info.shape), ("dtype", dtype, info.dtype)):
-        if want != have:
-            a, b = (list(x) if isinstance(x, tuple) else x for x in (want, have))
-            found.setdefault(group, []).append(f"{name} in {info.file}: expected {a}, found {b}")
+    if shape != info.shape:
+        found.setdefault("shape", []).append(f"{name} in {info.file}: expected {list(shape)}, found {list(info.shape)}")
+    if not can_stand_for(info.dtype, dtype):
+        found.setdefault("dtype", []).append(f"{name} in {info.file}: expected {dtype}, found {info.dtype}")
 
 
 def _report(found: _Findings) -> str:

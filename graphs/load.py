@@ -3,9 +3,14 @@
 A recipe is walked from the top with the range that is wanted of it. The range moves down to the checkpoint
 tensors, and each read lands in its place in the preallocated weight. This file does not know files: it reads
 a ``TensorSource`` (``checkpoint.py``, ``random_weights.py``, or a dict of tensors).
+
+A float that is stored in another float dtype than the recipe's is converted once, to the dtype that the kernels read:
+transformers widens a router when it saves, and stores ``A_log`` as narrow as its model. Where that loses digits, a
+``ConversionWarning`` names the tensors. Packed bytes are never converted.
 """
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..compiler.errors import BindError, CheckpointError, GraphError
+from ..compiler.errors import BindError, CheckpointError, ConversionWarning, GraphError
 from ..compiler.recipe import Cat, Leaf, Mul, Recipe, Reshape, Shard, Slice, StackLeaf, Zeros, leaves, shape_of
 from .boxes import Box, reshaped, shifted, sizes, whole
 
@@ -24,6 +29,10 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16, "fp32": torch.float32, "fp8_e4m3": torch.float8_e4m3fn, "u8": torch.uint8,
     "i32": torch.int32, "i64": torch.int64,
 }  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.float16: "fp16", torch.float64: "fp64"}
+# plain floats, which may stand for each other: bits of the significand and of the exponent. fp8 needs its scale.
+FLOAT_BITS = {"bf16": (8, 8), "fp16": (11, 5), "fp32": (24, 8), "fp64": (53, 11)}
+_NAMED = 4  # tensors that a note names
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +78,12 @@ class StateDictSource:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
-        self._names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
     def find(self, name: str) -> TensorInfo | None:
         tensor = self.tensors.get(name)
         if tensor is None:
             return None
-        return TensorInfo(tuple(tensor.shape), self._names.get(tensor.dtype, str(tensor.dtype)))
+        return TensorInfo(tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
 
     def read(self, name: str, box: Box) -> Tensor:
         return self.tensors[name][tuple(slice(*r) for r in box)]
@@ -102,6 +110,7 @@ def load_weights(
     first = {name: _place(source, weight.recipe) for name, weight in weights.items()}
     order = sorted(weights, key=first.__getitem__)
     total = sum(prod(shape_of(w.recipe)) * TORCH_DTYPES[w.dtype].itemsize for w in weights.values())
+    rounded: dict[str, tuple[str, str]] = {}
     with torch.no_grad(), _progress(total, progress) as advance:
         for _, group in groupby(order, key=lambda name: first[name][0]):
             filler = _Filler(source, rank)
@@ -111,6 +120,9 @@ def load_weights(
                 made[name] = torch.empty(shape, dtype=dtype, device=device) if into is None else into[name]
                 filler.fill(made[name], recipe, whole(shape))
             filler.run(advance)
+            rounded |= filler.rounded
+    if rounded:
+        warnings.warn(rounding_note(rounded, "lost digits when read as"), ConversionWarning, stacklevel=2)
     return {name: made[name] for name in weights}
 
 
@@ -136,6 +148,31 @@ def stored_tensors(recipes: Iterable[Recipe]) -> Iterator[tuple[tuple[str, ...],
                     yield _item_names(leaf.names, e), leaf.item_shape, leaf.dtype
 
 
+def can_stand_for(stored: str, wanted: str) -> bool:
+    """Whether a tensor of dtype ``stored`` is what a recipe of dtype ``wanted`` may read."""
+    return stored == wanted or {stored, wanted} <= FLOAT_BITS.keys()
+
+
+def is_rounded(stored: str, read: str) -> bool:
+    """Whether reading ``stored`` floats as ``read`` can lose digits or range."""
+    if stored == read or stored not in FLOAT_BITS or read not in FLOAT_BITS:
+        return False
+    return any(have > left for have, left in zip(FLOAT_BITS[stored], FLOAT_BITS[read], strict=True))
+
+
+def rounding_note(tensors: Mapping[str, tuple[str, str]], what: str) -> str:
+    """One line that says ``what`` happens to tensors, by name: dtype stored and dtype read. Empty without any."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, kind in sorted(tensors.items()):
+        kinds.setdefault(kind, []).append(name)
+    parts = []
+    for (stored, read), names in kinds.items():
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        parts.append(f"{len(names)} tensor{'s' if len(names) > 1 else ''} stored as {stored} {what} {read}: "
+                     f"{', '.join(names[:_NAMED])}{more}")
+    return "; ".join(parts)
+
+
 @dataclass(frozen=True, slots=True)
 class _Read:
     info: TensorInfo
@@ -152,10 +189,15 @@ class _Filler:
         self.rank = rank
         self.reads: list[_Read] = []
         self.steps: list[Callable[[], object]] = []  # inner before outer
+        self.rounded: dict[str, tuple[str, str]] = {}
 
     def run(self, advance: Callable[[int], None]) -> None:
         for read in sorted(self.reads, key=lambda r: (r.info.file, r.info.offset)):
-            read.out.copy_(self.source.read(read.name, read.box))
+            part = self.source.read(read.name, read.box)
+            read.out.copy_(part)
+            stored, kept = read.info.dtype, read.out.dtype
+            if is_rounded(stored, DTYPE_NAMES[kept]) and not torch.equal(part.to(kept).to(part.dtype), part):
+                self.rounded[read.name] = (stored, DTYPE_NAMES[kept])
             advance(read.out.nbytes)
         for step in self.steps:
             step()
@@ -194,7 +236,7 @@ class _Filler:
         name, info = _find(self.source, names)
         if info is None:
             raise CheckpointError(f"the checkpoint has no tensor {' or '.join(names)}")
-        if (info.shape, info.dtype) != (shape, dtype):
+        if info.shape != shape or not can_stand_for(info.dtype, dtype):
             raise CheckpointError(
                 f"tensor {name}: the plan reads {dtype} {list(shape)}, found {info.dtype} {list(info.shape)}"
             )

@@ -34,9 +34,9 @@ def check_checkpoint(plan: LaunchPlan, folder: str | Path) -> str:
 
 
 def _check(plan: LaunchPlan, checkpoint: Checkpoint, folder: str | Path) -> str:
-    recipes = {name: weight.recipe for name, weight in plan.weights.items()}
-    checkpoint.check(recipes, ignore=(*NOT_DECODED, *_other_layers(plan)))
-    return f"{folder}: ok, {len(checkpoint.tensors)} tensors, {len(recipes)} weights can be made"
+    note = checkpoint.check(plan.weights, ignore=(*NOT_DECODED, *_other_layers(plan)))
+    rounded = f"\nnote: {note}" if note else ""
+    return f"{folder}: ok, {len(checkpoint.tensors)} tensors, {len(plan.weights)} weights can be made{rounded}"
 
 
 def run_plan(plan: LaunchPlan, folder: str | Path, count: int, prompts: Sequence[str] | None = None, *,

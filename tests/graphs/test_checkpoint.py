@@ -72,7 +72,7 @@ def replace_tensor(folder: Path, name: str, *news: tuple[str, torch.Tensor]) -> 
 def complaint(folder: Path, ignore: tuple[str, ...] | None = None) -> str:
     """The text of the error of ``check``, without its first line."""
     with pytest.raises(CheckpointError) as caught:
-        Checkpoint(folder).check(RECIPES, *([ignore] if ignore is not None else []))
+        Checkpoint(folder).check(WEIGHTS, *([ignore] if ignore is not None else []))
     first, _, rest = str(caught.value).partition("\n")
     assert first == f"checkpoint {folder} does not fit the plan"
     return rest
@@ -81,7 +81,7 @@ def complaint(folder: Path, ignore: tuple[str, ...] | None = None) -> str:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_sound_checkpoint_loads_as_from_memory(folder: Path, rank: int) -> None:
     checkpoint = Checkpoint(folder)
-    checkpoint.check(RECIPES)
+    checkpoint.check(WEIGHTS)
     got = checkpoint.load(WEIGHTS, rank)
     want = load_state_dict_weights(WEIGHTS, tensors(), rank)
     assert list(got) == list(WEIGHTS)
@@ -100,7 +100,7 @@ def test_loaded_weights_do_not_need_the_files(folder: Path) -> None:
 def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
     save_file(tensors(), tmp_path / SINGLE)
     checkpoint = Checkpoint(tmp_path)
-    checkpoint.check(RECIPES)
+    checkpoint.check(WEIGHTS)
     assert torch.equal(checkpoint.load(WEIGHTS)["bias"], tensors()["bias"])
 
 
@@ -153,7 +153,7 @@ def test_long_lists_are_cut(folder: Path) -> None:
     assert "spare.009" in text
     assert "spare.010" not in text
     assert "    ... and 312 more\n" in text
-    Checkpoint(folder).check(RECIPES, ("spare.", "mm_projector."))
+    Checkpoint(folder).check(WEIGHTS, ("spare.", "mm_projector."))
 
 
 def test_ignored_prefixes_are_the_callers(folder: Path) -> None:
@@ -168,11 +168,31 @@ def test_wrong_shape_and_dtype(folder: Path) -> None:
         "  tensors have another shape (1):\n"
         f"    embed.weight in {files['embed.weight']}: expected [8, 4], found [8, 5]\n"
         "    fix: check that the config is this checkpoint's\n"
-        "  tensors have another dtype (2):\n"
-        f"    embed.weight in {files['embed.weight']}: expected bf16, found fp32\n"
+        "  tensors have another dtype (1):\n"
         f"    experts.1.w3 in {files['experts.1.w3']}: expected u8, found i8\n"
-        "    fix: use the published checkpoint, not a converted one"
+        "    fix: use a checkpoint that was not converted (plain floats may differ)"
     )
+
+
+def test_a_stored_float_may_be_another_and_rounding_is_announced(folder: Path) -> None:
+    assert Checkpoint(folder).check(WEIGHTS) == ""
+    replace_tensor(folder, "bias", ("bias", tensors()["bias"].bfloat16()))
+    assert Checkpoint(folder).check(WEIGHTS) == "", "widening loses nothing"
+    replace_tensor(folder, "embed.weight", ("embed.weight", tensors()["embed.weight"].float()))
+    replace_tensor(folder, "norm.weight", ("norm.weight", tensors()["norm.weight"].float()))
+    said = "1 tensor stored as fp32 will be read as bf16: embed.weight"
+    assert Checkpoint(folder).check(WEIGHTS) == said, "the norm becomes fp32 anyway"
+    got = Checkpoint(folder).load(WEIGHTS)
+    assert torch.equal(got["embed"], tensors()["embed.weight"][:4])
+    assert torch.equal(got["bias"], tensors()["bias"].bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_packed_bytes_are_never_converted(folder: Path, dtype: torch.dtype) -> None:
+    replace_tensor(folder, "experts.0.w1", ("experts.0.w1", torch.zeros(4, 2, dtype=dtype)))
+    assert "experts.0.w1" in complaint(folder)
+    with pytest.raises(CheckpointError, match="the plan reads u8"):
+        Checkpoint(folder).load(WEIGHTS)
 
 
 def test_an_absent_file_is_one_finding_not_many(folder: Path) -> None:

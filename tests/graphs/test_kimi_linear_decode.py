@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import Driver, read_text, run_plan, write_plan
+from decoding import Driver, Poisoned, read_text, run_plan, write_plan
 from torch import Tensor
 from torch.testing import assert_close
 
 from k3plan.compiler.compile import compile_spec
+from k3plan.compiler.errors import ConversionWarning
+from k3plan.graphs.bind import bind
 from k3plan.graphs.checkpoint import Checkpoint
 from k3plan.graphs.decode import generate
 from k3plan.graphs.load import StateDictSource
@@ -110,7 +112,7 @@ def test_the_router_bias_matters(saved: Saved) -> None:
 
 def test_every_saved_tensor_is_read_and_no_other(saved: Saved, tmp_path: Path) -> None:
     plan = compile_spec(write_plan(tmp_path, saved.folder))
-    Checkpoint(saved.folder).check({name: weight.recipe for name, weight in plan.weights.items()}, ignore=())
+    assert Checkpoint(saved.folder).check(plan.weights, ignore=()) == ""
 
 
 @pytest.mark.parametrize(
@@ -144,3 +146,32 @@ def test_from_a_state_dict(saved: Saved, tmp_path: Path) -> None:
     runner = run_plan(spec, StateDictSource(tensors))
     logits = read_text(Driver(runner, spec.step), [text[:8] for text in saved.texts], VOCAB)
     assert_close(torch.stack(logits), saved.cached[:, :8], **CLOSE)
+
+
+def test_a_bf16_model_as_transformers_saves_it(saved: Saved, tmp_path: Path) -> None:
+    """Transformers keeps the router in fp32 and narrows A_log: neither is the published checkpoint's dtype."""
+    folder = tmp_path / "bf16"
+    model = transformers.KimiLinearForCausalLM.from_pretrained(saved.folder, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    spec = write_plan(tmp_path, folder, parallel={"tp": 2})
+    plan, checkpoint = compile_spec(spec), Checkpoint(folder)
+    short = r".*\.(self_attn|block_sparse_moe)\."
+    stored = {re.sub(short, "", name): info.dtype for name, info in checkpoint.tensors.items()}
+    assert stored["A_log"] == "bf16"
+    assert stored["gate.weight"] == stored["gate.e_score_correction_bias"] == "fp32"
+
+    routers = sum(kind == "moe" for kind in spec.model.mlp)
+    note = checkpoint.check(plan.weights, ignore=())
+    assert note.startswith(f"{routers} tensors stored as fp32 will be read as bf16: "), note
+    assert note.count("block_sparse_moe.gate.weight") == routers, "the bias becomes fp32 anyway"
+    with pytest.warns(ConversionWarning, match=f"{routers} tensors stored as fp32 lost digits when read as bf16"):
+        runner = Poisoned(bind(plan, checkpoint))
+
+    same = transformers.KimiLinearForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in same.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.copy_(parameter.bfloat16())
+        want = same(torch.tensor(saved.texts)[:, :-1], use_cache=False).logits
+    logits = read_text(Driver(runner, spec.step), [text[:-1] for text in saved.texts], VOCAB)
+    assert_close(torch.stack(logits), want, **CLOSE)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from math import prod
 
 import pytest
@@ -10,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from k3plan.compiler.errors import BindError, CheckpointError, GraphError
+from k3plan.compiler.errors import BindError, CheckpointError, ConversionWarning, GraphError
 from k3plan.compiler.recipe import Cat, Leaf, Mul, Recipe, Reshape, Shard, Slice, StackLeaf, Zeros, shape_of
 from k3plan.graphs.boxes import Box, cover, reshaped, sizes, span
-from k3plan.graphs.load import StateDictSource, Weight, load_state_dict_weights, load_weights
+from k3plan.graphs.load import TORCH_DTYPES, StateDictSource, Weight, load_state_dict_weights, load_weights
 from k3plan.graphs.random_weights import RandomSource
 
 RANKS = 4
@@ -210,11 +211,43 @@ REFUSALS: dict[str, tuple[Recipe, str, int, type[Exception], str]] = {
     "missing": (Leaf(("a", "b"), (2,), "fp32"), "fp32", 0, CheckpointError, "has no tensor a or b"),
     "shape": (Leaf(("c",), (3,), "fp32"), "fp32", 0, CheckpointError,
               r"tensor c: the plan reads fp32 \[3\], found fp32 \[4\]"),
-    "dtype": (Leaf(("c",), (4,), "bf16"), "fp32", 0, CheckpointError, r"reads bf16 \[4\], found fp32 \[4\]"),
+    "dtype": (Leaf(("c",), (4,), "u8"), "u8", 0, CheckpointError, r"reads u8 \[4\], found fp32 \[4\]"),
     "bytes": (C4, "u8", 0, GraphError, "tensor c: fp32 bytes cannot become torch.uint8"),
     "rank": (Shard(0, 4, C4), "fp32", 4, BindError, "rank 4 has no part of a weight that is split into 4"),
     "product": (Mul(C4, Leaf(("c",), (1, 4), "fp32")), "fp32", 0, GraphError, r"shapes \(4,\) and \(1, 4\)"),
 }  # fmt: skip
+
+
+HALVES = torch.tensor([1.0, -0.5, 3.0])
+THIRDS = torch.tensor([1 / 3, 1.0, 2.0])
+
+
+@pytest.mark.parametrize(("stored", "wanted", "read"), [
+    ("bf16", "fp32", "fp32"), ("fp32", "bf16", "fp32"), ("fp16", "bf16", "fp32"), ("fp32", "fp32", "bf16"),
+    ("fp64", "fp32", "fp32"),
+])
+def test_an_exact_conversion_is_silent(stored: str, wanted: str, read: str) -> None:
+    tensor = HALVES.to({"fp16": torch.float16, "fp64": torch.float64}.get(stored) or TORCH_DTYPES[stored])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = load_state_dict_weights({"w": Weight(Leaf(("c",), (3,), wanted), read)}, {"c": tensor})["w"]
+    assert got.dtype == TORCH_DTYPES[read]
+    assert got.tolist() == HALVES.tolist()
+
+
+def test_a_conversion_goes_straight_to_the_dtype_that_is_read() -> None:
+    got = load_state_dict_weights({"w": Weight(Leaf(("c",), (3,), "bf16"), "fp32")}, {"c": THIRDS})["w"]
+    assert torch.equal(got, THIRDS), "rounded to the recipe's bf16 on the way"
+
+
+def test_lost_digits_are_told_with_names_and_count() -> None:
+    weights = {f"w{i}": Weight(Leaf((f"c{i}",), (3,), "bf16"), "bf16") for i in range(6)}
+    tensors = {f"c{i}": THIRDS for i in range(6)} | {"c3": HALVES}
+    with pytest.warns(ConversionWarning) as told:
+        got = load_state_dict_weights(weights, tensors)
+    assert [str(one.message) for one in told] == [
+        "5 tensors stored as fp32 lost digits when read as bf16: c0, c1, c2, c4 and 1 more"]
+    assert torch.equal(got["w0"], THIRDS.bfloat16())
 
 
 @pytest.mark.parametrize("name", REFUSALS)
