@@ -409,7 +409,8 @@ def _moe_tail(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
     middle = p.phase in (WHOLE, MIDDLE)
     at = Addresses(arguments, names, p.columns, index)
     number = (cluster * p.cluster + part) * p.threads + thread
-    weight, norm = [], []
+    weight: list[Any] = []
+    norm: list[Any] = []
     if cutlass.const_expr(middle):
         if thread == 0:
             mine = Int32(0)
