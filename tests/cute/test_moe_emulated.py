@@ -104,6 +104,22 @@ def test_sharded_front_of_all_ranks() -> None:
     check_ranks(region_of(moe_front_menu.KERNELS[2:], setting), setting, made.bind, run)
 
 
+def test_the_emulator_sees_a_slot_that_nobody_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = modules()["moe_front"]
+    arrive, freed = made.arrive, []
+
+    def forget(at: Any, count: int = 1, guard: Any = 1) -> None:
+        freed.append(at)
+        if len(freed) != 20:
+            arrive(at, count, guard)
+
+    monkeypatch.setattr(made, "arrive", forget)
+    setting = Setting("small", ROUTED, 1, 1, 1)
+    region = region_of(moe_front_menu.KERNELS[:1], setting)
+    with pytest.raises(warp_emulator.Hung, match="wait for each other"):
+        check("moe_front", region, setting, {"slots": 2}, blocks=2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8])
 def test_sharded_front_of_all_ranks_on_a_gpu(rows: int, device: str) -> None:

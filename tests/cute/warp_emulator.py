@@ -75,6 +75,7 @@ class Machine:
         self.ready: dict[int, Callable[[], bool]] = {}  # what a warp waits for
         self.gates: list[threading.Semaphore] = []  # one opens: it is that warp's turn
         self.turns = 0
+        self.stores = 0  # into global memory
         self.failure: BaseException | None = None
         self.chance = random.Random(seed)
         self.own = threading.local()
@@ -319,11 +320,17 @@ def loop(start: Any, stop: Any = None, step: Any = 1, *, unroll: int = 0) -> Ite
         warp.active = before
 
 
+def rest_until_a_store() -> None:
+    """What is looked at again and again looks the same until somebody stores something."""
+    machine, seen = _machine[-1], _machine[-1].stores
+    machine.rest(lambda: machine.stores != seen)
+
+
 def again(condition: Any) -> bool:
     """Whether a ``while`` goes on for some lane; others get a turn before it looks again."""
     held = Boolean(condition).a[_warp().active].any()
     if held:
-        _machine[-1].rest()
+        rest_until_a_store()
     return bool(held)
 
 

@@ -42,6 +42,7 @@ def store_words(at: Any, words: Sequence[Any], *, guard: Any = None) -> None:
     wanted = _wanted(guard)
     content = np.stack([word.a.astype(np.int32)[wanted] for word in words], 1)
     machine._machine[-1].memory[_places(at, 4 * len(words), wanted)] = np.ascontiguousarray(content).view(np.uint8)
+    machine._machine[-1].stores += 1
 
 
 def load_number(at: Any, kind: Any = Int32) -> Any:
@@ -82,7 +83,7 @@ def look_at(at: Any, guard: Any = None) -> list[Any]:
 def wait_for(at: Any, words: Sequence[Any]) -> list[Any]:
     late = is_late(words)
     while late.a[_wanted(None)].any():
-        machine._machine[-1].rest()
+        machine.rest_until_a_store()
         words = [select(late == 1, new, old) for new, old in zip(load_words(at, 4, guard=late), words, strict=True)]
         late = is_late(words)
     return list(words)
