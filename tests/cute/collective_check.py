@@ -261,3 +261,36 @@ def check_replays(region: Region, setting: kernel_check.Setting, *, replays: int
         for rank, (own, first) in enumerate(zip(group.outputs(), known[seed], strict=True)):
             wrong = [name for name in own if not torch.equal(own[name], first[name])]
             assert not wrong, f"{name_of(region)}, replay {replay}, late {late}: rank {rank} differs in {wrong}"
+
+
+def make_chain(region: Region, setting: kernel_check.Setting, device: str,
+               config: Mapping[str, Any] | None = None) -> tuple[list[Group], list[Callable[[], None]]]:
+    """Two groups of one rank with inputs of their own and one workspace, and their launches with dependent edges."""
+    groups = [make_group(region, setting, device, ranks=1, config=config, dependent=True) for _ in range(2)]
+    shared = [replace(call, scratch=groups[0].calls[0].scratch) for call in groups[1].calls]
+    groups[1] = replace(groups[1], calls=shared)
+    return groups, [bind_together(group) for group in groups]
+
+
+def check_chain(region: Region, setting: kernel_check.Setting, *, config: Mapping[str, Any] | None = None) -> None:
+    """A graph of launches that begin before the one before has ended, in turn on two inputs: a launch that took the
+    epoch or the fragments of its neighbour would have its result."""
+    groups, launches = make_chain(region, setting, "cuda", config)
+    inputs = [make_inputs(region, setting, seed, "cuda") for seed in (1, 2)]
+    for group, fresh in zip(groups, inputs, strict=True):
+        group.write(fresh)
+    launches[0]()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(24):
+            launches[index % 2]()
+    for _ in range(5):
+        for group in groups:
+            group.poison()
+        graph.replay()
+        torch.cuda.synchronize()
+        for group, fresh in zip(groups, inputs, strict=True):
+            compare(group, fresh, f"{name_of(region)}, a chain")
+    epochs = groups[0].calls[0].scratch["epochs"]
+    assert epochs.eq(1 + 5 * 24).all(), f"epochs {epochs.unique().tolist()} after {1 + 5 * 24} launches"

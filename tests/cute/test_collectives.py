@@ -251,3 +251,10 @@ def test_replays_with_late_ranks(kernel: str, device: str) -> None:
 def test_replays_at_real_shapes(tp: int, device: str) -> None:
     region = cc.real_regions([k for k in KERNELS if k.id == "cute.all_reduce_add_attn_res"], tp, 1)[-1]
     cc.check_replays(region, cc.setting_of(region, tp))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("region", "tp"), [case for case in _real() if case.values[1] == 16])
+def test_chains_of_dependent_launches(region: Region, tp: int, device: str) -> None:
+    for config in region.kernel.configs(region)[:2] if region.kernel.configs else [{}]:
+        cc.check_chain(region, cc.setting_of(region, tp), config=config)
