@@ -40,7 +40,6 @@ class KernelDef:
     rows: tuple[int, int] = ANY_ROWS  # lowest and highest number of step rows, both included
     needs: Callable[[Region], str | None] | None = None  # a reason in words, or None when it can
     cost: Callable[[Region], Cost] | None = None  # None: the planner's default cost
-    pack: Mapping[str, str] = field(default_factory=dict)  # pattern name -> weight layout
     scratch: Callable[[Region, Mapping[str, Any]], Mapping[str, Scratch]] | None = None  # for a configuration
     configs: Callable[[Region], Sequence[Mapping[str, Any]]] | None = None  # worth timing, the default first
     note: str = ""
@@ -48,19 +47,11 @@ class KernelDef:
     def __post_init__(self) -> None:
         if not 1 <= self.rows[0] <= self.rows[1]:
             raise ValueError(f"{self.id}: rows {self.rows} is not a range from 1 up")
-        unknown = set(self.pack) - self.names
-        if unknown:
-            raise ValueError(f"{self.id}: pack names {sorted(unknown)}, which the pattern does not have")
+        _ = self.parsed  # an unclear pattern is refused where it is declared
 
     @cached_property
     def parsed(self) -> Pattern:
         return Pattern.parse(self.id, self.pattern)
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """Every name in the pattern."""
-        nodes = self.parsed.variants[0].nodes
-        return frozenset(name for node in nodes for name in (*node.args, *node.outputs))
 
     def refusal(self, arch: str | None, rows: int | None) -> str | None:
         """Why this kernel cannot serve the target at all; None when it can."""

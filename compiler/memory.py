@@ -147,18 +147,3 @@ def _release(holes: list[tuple[int, int]], hole: tuple[int, int]) -> None:
         before = holes.pop(at)
         hole = (before[0], before[1] + hole[1])
     holes.insert(at, hole)
-
-
-def live_peak(buffers: dict[str, Buffer]) -> int:
-    """Most arena bytes alive at once: the least that any assignment can need."""
-    changes: dict[int, int] = {}
-    for buffer in buffers.values():
-        if buffer.kind == "arena":
-            size = -(-buffer.bytes // ALIGNMENT) * ALIGNMENT
-            changes[buffer.first] = changes.get(buffer.first, 0) + size
-            changes[buffer.last + 1] = changes.get(buffer.last + 1, 0) - size
-    peak = now = 0
-    for index in sorted(changes):
-        now += changes[index]
-        peak = max(peak, now)
-    return peak

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..compiler.errors import CheckpointError
 from .boxes import Box, sizes
-from .load import Loadable, TensorInfo, can_stand_for, is_rounded, load_weights, rounding_note, stored_tensors
+from .conversion import Kinds, can_stand_for, is_rounded, rounding_note
+from .load import Loadable, TensorInfo, load_weights, stored_tensors
 from .safetensors_header import read_header
 
 INDEX = "model.safetensors.index.json"
@@ -94,12 +95,12 @@ class Checkpoint:
     def check(self, weights: Mapping[str, Loadable], ignore: Iterable[str] = NOT_DECODED) -> str:
         """Compare the folder with what ``weights`` read; prefixes in ``ignore`` may be extra.
 
-        Returns a line that names the tensors which loading may round (``load.py``), empty when there are none.
+        Returns a line that names the tensors which loading may round, empty when there are none.
         Raises one ``CheckpointError`` that lists, by group, all that is absent, damaged or different.
         """
         found: _Findings = {group: list(lines) for group, lines in self._found.items()}
         named: set[str] = set()
-        rounded: dict[str, tuple[str, str]] = {}
+        rounded: Kinds = {}
         missing: list[tuple[tuple[str, ...], str]] = []
         for weight in weights.values():
             for names, shape, dtype in stored_tensors([weight.recipe]):

@@ -4,9 +4,8 @@ A recipe is walked from the top with the range that is wanted of it. The range m
 tensors, and each read lands in its place in the preallocated weight. This file does not know files: it reads
 a ``TensorSource`` (``checkpoint.py``, ``random_weights.py``, or a dict of tensors).
 
-A float that is stored in another float dtype than the recipe's is converted once, to the dtype that the kernels read:
-transformers widens a router when it saves, and stores ``A_log`` as narrow as its model. Where that loses digits, a
-``ConversionWarning`` names the tensors. Packed bytes are never converted.
+A float that is stored in another float dtype than the recipe's is converted once, to the dtype that the kernels read
+(``conversion.py``).
 """
 from __future__ import annotations
 
@@ -24,15 +23,7 @@ from torch import Tensor
 from ..compiler.errors import BindError, CheckpointError, ConversionWarning, GraphError
 from ..compiler.recipe import Cat, Leaf, Mul, Recipe, Reshape, Shard, Slice, StackLeaf, Zeros, leaves, shape_of
 from .boxes import Box, reshaped, shifted, sizes, whole
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "bf16": torch.bfloat16, "fp32": torch.float32, "fp8_e4m3": torch.float8_e4m3fn, "u8": torch.uint8,
-    "i32": torch.int32, "i64": torch.int64,
-}  # fmt: skip
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.float16: "fp16", torch.float64: "fp64"}
-# plain floats, which may stand for each other: bits of the significand and of the exponent. fp8 needs its scale.
-FLOAT_BITS = {"bf16": (8, 8), "fp16": (11, 5), "fp32": (24, 8), "fp64": (53, 11)}
-_NAMED = 4  # tensors that a note names
+from .conversion import DTYPE_NAMES, TORCH_DTYPES, Kinds, can_stand_for, is_rounded, rounding_note
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +95,14 @@ def load_weights(
 
     Weights are made file by file, and the reads of a file are sorted by offset. ``progress`` draws a bar of
     bytes when standard error is a terminal. Raises ``CheckpointError`` when a tensor is missing, differs from
-    what the recipe says, or cannot be read; ``BindError`` when ``rank`` is outside a recipe's parts.
+    what the recipe says, or cannot be read; ``BindError`` when ``rank`` is outside a recipe's parts. A
+    ``ConversionWarning`` names tensors that lost digits.
     """
     made: dict[str, Tensor] = {}
     first = {name: _place(source, weight.recipe) for name, weight in weights.items()}
     order = sorted(weights, key=first.__getitem__)
     total = sum(prod(shape_of(w.recipe)) * TORCH_DTYPES[w.dtype].itemsize for w in weights.values())
-    rounded: dict[str, tuple[str, str]] = {}
+    rounded: Kinds = {}
     with torch.no_grad(), _progress(total, progress) as advance:
         for _, group in groupby(order, key=lambda name: first[name][0]):
             filler = _Filler(source, rank)
@@ -126,17 +118,6 @@ def load_weights(
     return {name: made[name] for name in weights}
 
 
-def load_state_dict_weights(
-    weights: Mapping[str, Loadable],
-    state_dict: Mapping[str, Tensor],
-    rank: int = 0,
-    *,
-    device: str | torch.device = "cpu",
-) -> dict[str, Tensor]:
-    """``load_weights`` from tensors in memory, for a drop-in module that owns its parameters."""
-    return load_weights(StateDictSource(state_dict), weights, rank, device=device)
-
-
 def stored_tensors(recipes: Iterable[Recipe]) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], str]]:
     """Every (alternative names, shape, dtype) that the recipes read, stacks expanded, in order."""
     for recipe in recipes:
@@ -146,31 +127,6 @@ def stored_tensors(recipes: Iterable[Recipe]) -> Iterator[tuple[tuple[str, ...],
             else:
                 for e in range(leaf.count):
                     yield _item_names(leaf.names, e), leaf.item_shape, leaf.dtype
-
-
-def can_stand_for(stored: str, wanted: str) -> bool:
-    """Whether a tensor of dtype ``stored`` is what a recipe of dtype ``wanted`` may read."""
-    return stored == wanted or {stored, wanted} <= FLOAT_BITS.keys()
-
-
-def is_rounded(stored: str, read: str) -> bool:
-    """Whether reading ``stored`` floats as ``read`` can lose digits or range."""
-    if stored == read or stored not in FLOAT_BITS or read not in FLOAT_BITS:
-        return False
-    return any(have > left for have, left in zip(FLOAT_BITS[stored], FLOAT_BITS[read], strict=True))
-
-
-def rounding_note(tensors: Mapping[str, tuple[str, str]], what: str) -> str:
-    """One line that says ``what`` happens to tensors, by name: dtype stored and dtype read. Empty without any."""
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for name, kind in sorted(tensors.items()):
-        kinds.setdefault(kind, []).append(name)
-    parts = []
-    for (stored, read), names in kinds.items():
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        parts.append(f"{len(names)} tensor{'s' if len(names) > 1 else ''} stored as {stored} {what} {read}: "
-                     f"{', '.join(names[:_NAMED])}{more}")
-    return "; ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +145,7 @@ class _Filler:
         self.rank = rank
         self.reads: list[_Read] = []
         self.steps: list[Callable[[], object]] = []  # inner before outer
-        self.rounded: dict[str, tuple[str, str]] = {}
+        self.rounded: Kinds = {}
 
     def run(self, advance: Callable[[int], None]) -> None:
         for read in sorted(self.reads, key=lambda r: (r.info.file, r.info.offset)):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from k3plan.compiler.errors import CheckpointError
 from k3plan.compiler.recipe import Cat, Leaf, Mul, Recipe, Reshape, Shard, StackLeaf
 from k3plan.graphs.checkpoint import INDEX, SINGLE, Checkpoint
-from k3plan.graphs.load import Weight, load_state_dict_weights
+from k3plan.graphs.load import StateDictSource, Weight, load_weights
 from k3plan.graphs.make_checkpoint import make_checkpoint
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -83,7 +83,7 @@ def test_a_sound_checkpoint_loads_as_from_memory(folder: Path, rank: int) -> Non
     checkpoint = Checkpoint(folder)
     checkpoint.check(WEIGHTS)
     got = checkpoint.load(WEIGHTS, rank)
-    want = load_state_dict_weights(WEIGHTS, tensors(), rank)
+    want = load_weights(StateDictSource(tensors()), WEIGHTS, rank)
     assert list(got) == list(WEIGHTS)
     for name in WEIGHTS:
         assert got[name].dtype == want[name].dtype

@@ -14,7 +14,7 @@ from torch import Tensor
 from k3plan.compiler.errors import BindError, CheckpointError, ConversionWarning, GraphError
 from k3plan.compiler.recipe import Cat, Leaf, Mul, Recipe, Reshape, Shard, Slice, StackLeaf, Zeros, shape_of
 from k3plan.graphs.boxes import Box, cover, reshaped, sizes, span
-from k3plan.graphs.load import TORCH_DTYPES, StateDictSource, Weight, load_state_dict_weights, load_weights
+from k3plan.graphs.load import TORCH_DTYPES, StateDictSource, Weight, load_weights
 from k3plan.graphs.random_weights import RandomSource
 
 RANKS = 4
@@ -107,7 +107,7 @@ def recipes(draw: st.DrawFn, shape: tuple[int, ...] | None = None, depth: int = 
 @given(recipes(), st.integers(0, RANKS - 1))
 def test_any_recipe_equals_its_definition(recipe: Recipe, rank: int) -> None:
     tensors = filled(recipe)
-    got = load_state_dict_weights({"w": Weight(recipe, "fp32")}, tensors, rank)["w"]
+    got = load_weights(StateDictSource(tensors), {"w": Weight(recipe, "fp32")}, rank)["w"]
     assert tuple(got.shape) == shape_of(recipe)
     assert got.is_contiguous()
     assert torch.equal(got, whole(recipe, tensors, rank))
@@ -186,14 +186,14 @@ def test_rank_pieces_make_the_whole() -> None:
         recipe = Cat(1 - dim, (Leaf(("a",), (8, 8), "fp32"), Leaf(("b",), (8, 8), "fp32")))
         tensors = filled(recipe)
         weights = {"w": Weight(Shard(dim, RANKS, recipe), "fp32")}
-        pieces = [load_state_dict_weights(weights, tensors, rank)["w"] for rank in range(RANKS)]
+        pieces = [load_weights(StateDictSource(tensors), weights, rank)["w"] for rank in range(RANKS)]
         assert torch.equal(torch.cat(pieces, dim), whole(recipe, tensors, 0))
 
 
 def test_products_of_bf16_are_made_in_fp32() -> None:
     tensors = {n: torch.full(s, 1.0078125, dtype=torch.bfloat16) for n, s in (("a", (4,)), ("b", (1, 4)))}
     recipe = Mul(Leaf(("a",), (4,), "bf16"), Reshape((4,), Leaf(("b",), (1, 4), "bf16")))
-    got = load_state_dict_weights({"w": Weight(recipe, "fp32"), "h": Weight(recipe, "bf16")}, tensors)
+    got = load_weights(StateDictSource(tensors), {"w": Weight(recipe, "fp32"), "h": Weight(recipe, "bf16")})
     assert got["w"].tolist() == [1.0078125**2] * 4
     assert torch.equal(got["h"], got["w"].bfloat16())
     assert list(got) == ["w", "h"]
@@ -202,7 +202,7 @@ def test_products_of_bf16_are_made_in_fp32() -> None:
 def test_the_first_name_that_exists_is_read() -> None:
     leaf = Leaf(("new", "old", "older"), (2,), "fp32")
     tensors = {"older": torch.zeros(2), "old": torch.ones(2)}
-    got = load_state_dict_weights({"w": Weight(leaf, "fp32")}, tensors)
+    got = load_weights(StateDictSource(tensors), {"w": Weight(leaf, "fp32")})
     assert got["w"].tolist() == [1, 1]
 
 
@@ -230,13 +230,13 @@ def test_an_exact_conversion_is_silent(stored: str, wanted: str, read: str) -> N
     tensor = HALVES.to({"fp16": torch.float16, "fp64": torch.float64}.get(stored) or TORCH_DTYPES[stored])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got = load_state_dict_weights({"w": Weight(Leaf(("c",), (3,), wanted), read)}, {"c": tensor})["w"]
+        got = load_weights(StateDictSource({"c": tensor}), {"w": Weight(Leaf(("c",), (3,), wanted), read)})["w"]
     assert got.dtype == TORCH_DTYPES[read]
     assert got.tolist() == HALVES.tolist()
 
 
 def test_a_conversion_goes_straight_to_the_dtype_that_is_read() -> None:
-    got = load_state_dict_weights({"w": Weight(Leaf(("c",), (3,), "bf16"), "fp32")}, {"c": THIRDS})["w"]
+    got = load_weights(StateDictSource({"c": THIRDS}), {"w": Weight(Leaf(("c",), (3,), "bf16"), "fp32")})["w"]
     assert torch.equal(got, THIRDS), "rounded to the recipe's bf16 on the way"
 
 
@@ -244,7 +244,7 @@ def test_lost_digits_are_told_with_names_and_count() -> None:
     weights = {f"w{i}": Weight(Leaf((f"c{i}",), (3,), "bf16"), "bf16") for i in range(6)}
     tensors = {f"c{i}": THIRDS for i in range(6)} | {"c3": HALVES}
     with pytest.warns(ConversionWarning) as told:
-        got = load_state_dict_weights(weights, tensors)
+        got = load_weights(StateDictSource(tensors), weights)
     assert [str(one.message) for one in told] == [
         "5 tensors stored as fp32 lost digits when read as bf16: c0, c1, c2, c4 and 1 more"]
     assert torch.equal(got["w0"], THIRDS.bfloat16())
@@ -254,7 +254,7 @@ def test_lost_digits_are_told_with_names_and_count() -> None:
 def test_refusals(name: str) -> None:
     recipe, dtype, rank, error, text = REFUSALS[name]
     with pytest.raises(error, match=text):
-        load_state_dict_weights({"w": Weight(recipe, dtype)}, {"c": torch.zeros(4)}, rank)
+        load_weights(StateDictSource({"c": torch.zeros(4)}), {"w": Weight(recipe, dtype)}, rank)
 
 
 def test_random_tensors_depend_on_seed_and_name_and_agree_over_ranks() -> None:
@@ -299,6 +299,6 @@ def test_a_layer_of_896_experts_is_planned_in_little_time() -> None:
     tensors = {f"e{e}.w1": torch.full((8, 4), e % 256, dtype=torch.uint8) for e in range(896)}
     weights = {f"w{i}": Weight(Shard(1, 4, stack), "u8") for i in range(6)}
     start = time.perf_counter()
-    got = load_state_dict_weights(weights, tensors, 1)
+    got = load_weights(StateDictSource(tensors), weights, 1)
     assert time.perf_counter() - start < 5, "5,376 reads take about 0.1 s"
     assert torch.equal(got["w5"][:, 0, 0], torch.arange(896).to(torch.uint8))

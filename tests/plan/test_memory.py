@@ -16,13 +16,28 @@ from k3plan.compiler.call import Scratch
 from k3plan.compiler.compile import compile_spec
 from k3plan.compiler.ir import DTYPE_BYTES, Graph, Node, Value
 from k3plan.compiler.kernel import KernelDef, Region
-from k3plan.compiler.memory import ALIGNMENT, Buffer, Tensor, _assign, contiguous, lay_out, live_peak
+from k3plan.compiler.memory import ALIGNMENT, Buffer, Tensor, _assign, contiguous, lay_out
 from k3plan.compiler.model import ModelConfig
 from k3plan.compiler.ops import OPS
 from k3plan.compiler.plan import LaunchPlan
 from k3plan.compiler.reading.source import load_spec
 from k3plan.compiler.spec import Spec
 from k3plan.graphs.make_checkpoint import TINY, scaled_config
+
+
+def live_peak(buffers: dict[str, Buffer]) -> int:
+    """Most arena bytes alive at once: the least that any assignment can need."""
+    changes: dict[int, int] = {}
+    for buffer in buffers.values():
+        if buffer.kind == "arena":
+            size = -(-buffer.bytes // ALIGNMENT) * ALIGNMENT
+            changes[buffer.first] = changes.get(buffer.first, 0) + size
+            changes[buffer.last + 1] = changes.get(buffer.last + 1, 0) - size
+    peak = now = 0
+    for index in sorted(changes):
+        now += changes[index]
+        peak = max(peak, now)
+    return peak
 
 
 def collisions(buffers: Mapping[str, Buffer], arena_bytes: int) -> list[str]:

@@ -92,11 +92,9 @@ def test_an_unclear_pattern_is_refused_with_its_line(text: str, message: str) ->
     assert message in str(caught.value)
 
 
-def test_a_kernel_states_a_range_of_rows_and_packs_its_own_names() -> None:
+def test_a_kernel_states_a_range_of_rows() -> None:
     with pytest.raises(ValueError, match=r"k: rows \(8, 1\) is not a range"):
         kernel("k", "a = f(x)\n-> a", rows=(8, 1))
-    with pytest.raises(ValueError, match=r"k: pack names \['w'\]"):
-        kernel("k", "a = f(x)\n-> a", pack={"w": "k-major"})
 
 
 def test_a_menu_has_each_id_once() -> None:
