@@ -34,6 +34,7 @@ class Model:
     bounded: bool = False  # waits may give up
     stops: int = 0  # ranks that may stop for ever
     recover: bool = False  # the host clears everything once all ranks rest, and the steps are run again
+    stages: int = 1  # a second fragment for each peer, sent after all of the first have been read
     prompt: bool = False  # fewer states: fragments arrive as they are sent, and all slots are armed at once
     flagged: bool = False
     host_epoch: bool = False  # the epoch is a constant of the captured graph
@@ -48,7 +49,8 @@ class Model:
 
 
 class Rank(NamedTuple):
-    """Where a rank is: its step, and what of the launch has happened (a bit for each peer)."""
+    """Where a rank is: its step, and what of the launch has happened: a bit for each peer's slot, of which there are
+    ``ranks`` in each stage."""
 
     step: int = 0
     sent: int = 0
@@ -61,7 +63,8 @@ class Rank(NamedTuple):
 
 
 class State(NamedTuple):
-    """``boxes[r][part][s]``: what lies in the mailbox of r from s. ``flight``: stores under way."""
+    """``boxes[r][part][slot]``: what lies in the mailbox of r; slot s is rank s's of the first stage, ``ranks + s`` of
+    the second. ``flight``: stores under way."""
 
     ranks: tuple[Rank, ...]
     boxes: tuple[tuple[tuple[int, ...], ...], ...]
@@ -80,7 +83,7 @@ class Result:
 
 
 def initial(model: Model) -> State:
-    box = tuple((ARMED,) * model.ranks for _ in range(model.protocol.parities))
+    box = tuple((ARMED,) * model.ranks * model.stages for _ in range(model.protocol.parities))
     return State(tuple(Rank() for _ in range(model.ranks)), (box,) * model.ranks, frozenset(), model.stops)
 
 
@@ -123,25 +126,16 @@ def _at_rest(model: Model, state: State) -> bool:
 
 def _launch(model: Model, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State | str]]:
     """What a rank can do next in its launch."""
-    protocol, epoch = model.protocol, model.epoch(rank.step)
-    part, everyone = protocol.part(epoch), (1 << model.ranks) - 1
-    peers = everyone & ~(1 << index)
-    if rank.sent != peers:
-        targets = [peer for peer in range(model.ranks) if (peers & ~rank.sent) >> peer & 1]
-        for some in [[peer] for peer in targets] if model.prompt else [targets]:
-            after = _with_rank(state, index, rank._replace(sent=rank.sent | sum(1 << peer for peer in some)))
-            if rank.sound or not model.silent:
-                stores = [(index, peer, part, index, rank.step) for peer in some]
-                after = after._replace(flight=state.flight.union(stores))
-                after = _deliver(after, stores[0]) if model.prompt else after
-            yield f"rank {index} publishes step {rank.step} to {some}", after
+    part = model.protocol.part(model.epoch(rank.step))
+    slots = [s for s in range(model.ranks * model.stages) if s % model.ranks != index]
+    peers = sum(1 << slot for slot in slots)
+    for stage in range(model.stages):
+        yield from _publish(model, state, index, stage, part)
     if not model.flagged:
         yield from _arm(model, state, index, peers)
-    for peer in range(model.ranks):
-        if not peers >> peer & 1:
-            continue
-        if not rank.read >> peer & 1:
-            yield from _read(model, state, index, peer, state.boxes[index][part][peer])
+    for slot in slots:
+        if not rank.read >> slot & 1:
+            yield from _read(model, state, index, slot, state.boxes[index][part][slot])
     armed = model.flagged or rank.armed == peers
     if rank.sent == peers and rank.read == peers and armed:
         health = rank.health or rank.lost
@@ -149,9 +143,26 @@ def _launch(model: Model, state: State, index: int, rank: Rank) -> Iterator[tupl
             state, index, Rank(rank.step + 1, health=health, sound=not health))
 
 
+def _publish(model: Model, state: State, index: int, stage: int, part: int) -> Iterator[tuple[str, State | str]]:
+    """Fragments of one stage to all peers. ``Rank.sent`` has the peers' bits of the stage."""
+    rank, others = state.ranks[index], [peer for peer in range(model.ranks) if peer != index]
+    before = sum(1 << (stage - 1) * model.ranks + peer for peer in others) if stage else 0
+    left = [peer for peer in others if not rank.sent >> stage * model.ranks + peer & 1]
+    if not left or rank.read & before != before:
+        return
+    for some in [[peer] for peer in left] if model.prompt else [left]:
+        bits = sum(1 << stage * model.ranks + peer for peer in some)
+        after = _with_rank(state, index, rank._replace(sent=rank.sent | bits))
+        if rank.sound or not model.silent:
+            stores = [(index, peer, part, stage * model.ranks + index, rank.step) for peer in some]
+            after = after._replace(flight=state.flight.union(stores))
+            after = _deliver(after, stores[0]) if model.prompt else after
+        yield f"rank {index} publishes step {rank.step} to {some}", after
+
+
 def _arm(model: Model, state: State, index: int, peers: int) -> Iterator[tuple[str, State | str]]:
     rank, part = state.ranks[index], model.protocol.armed_part(model.epoch(state.ranks[index].step))
-    left = [peer for peer in range(model.ranks) if (peers & ~rank.armed) >> peer & 1]
+    left = [slot for slot in range(model.ranks * model.stages) if (peers & ~rank.armed) >> slot & 1]
     for some in ([left] if left else []) if model.prompt else [[peer] for peer in left]:
         after = _with_rank(state, index, rank._replace(armed=rank.armed | sum(1 << peer for peer in some)))
         for peer in some:

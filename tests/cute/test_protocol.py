@@ -25,11 +25,15 @@ HOLDS = {
     "2 ranks, 3 steps, waits give up": Model(SHORT, 2, 3, bounded=True),
     "2 ranks, 4 steps over the wrap, one stops, the host clears": Model(
         SHORT, 2, 4, start=WRAP, bounded=True, stops=1, recover=True),
+    "2 ranks, 4 steps over the wrap, two stages": Model(SHORT, 2, 4, start=WRAP, stages=2),
+    "2 ranks, 2 steps, two stages, one stops, the host clears": Model(
+        SHORT, 2, 2, bounded=True, stops=1, recover=True, stages=2, prompt=True),
     "words with their epoch: 2 ranks, 7 steps": Model(FLAGGED, 2, 7, start=WRAP, flagged=True),
     "words with their epoch: 3 ranks, 3 steps": Model(FLAGGED, 3, 3, flagged=True, prompt=True),
 }
 LARGE = {
     "3 ranks, 2 steps, fragments under way": Model(SHORT, 3, 2),
+    "3 ranks, 2 steps, two stages": Model(SHORT, 3, 2, stages=2, prompt=True),
     "3 ranks, one stops, waits give up, the host clears": Model(
         SHORT, 3, 1, bounded=True, stops=1, recover=True, prompt=True),
 }
@@ -39,6 +43,7 @@ FAULTS = {
     "the next part is armed": (Model(replace(SHORT, rearm_lag=2), 2, 3), "wait for ever"),
     "the next part is armed, 3 ranks": (Model(replace(SHORT, rearm_lag=2), 3, 3, prompt=True), "wait for ever"),
     "one part fewer": (Model(replace(SHORT, parities=2), 2, 3), "wait for ever"),
+    "one part fewer, two stages": (Model(replace(SHORT, parities=2), 2, 3, stages=2), "wait for ever"),
     "the epoch is a constant of the graph": (Model(SHORT, 2, 3, host_epoch=True), "not its own step"),
     "epochs wrap at a power of two": (Model(replace(SHORT, wrap=4), 2, 5), "not its own step"),
     "a launch ends before its stores have arrived": (Model(SHORT, 2, 4, loose_end=True), "not its own step"),
