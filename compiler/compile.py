@@ -44,12 +44,13 @@ def compile_spec(spec: Spec, kernels: Iterable[KernelDef] = (), tuning: Tuning |
     tensors, buffers, arena_bytes = lay_out(graph, chosen.regions, scratch, [(s.first, s.last) for s in slots])
     choices, launches = _launches(chosen, tuning, scratch, slots)
     weights = {n: Weight(v.shape, v.dtype, v.recipe) for n, v in graph.values.items() if v.recipe is not None}
-    return seal(LaunchPlan(
+    plan = LaunchPlan(
         spec=replace(spec, choices=replace(spec.choices, **taken), origins={}),
         alternatives=alternatives, notes=tuple(map(str, _distinct(notes))), choices=choices, launches=launches,
         tensors=tensors, buffers=buffers, weights=weights, inputs=graph.inputs,
         outputs=dict(zip(spec.step.outputs, graph.outputs, strict=True)), arena_bytes=arena_bytes,
-    ))
+    )
+    return seal(replace(plan, alternatives=_add_up(alternatives, plan.us)))
 
 
 def lower(spec: Spec, choices: dict[str, str] | None = None) -> tuple[Graph, list[Note]]:
@@ -94,6 +95,16 @@ def choose_algebra(spec: Spec, menu: Menu, tuning: Tuning) -> tuple[dict[str, st
         why = "cheapest of the alternatives" if len(us) > 1 else "as the plan file says"
         found.append(Alternative(name, best[index], why, {v: round(u, 3) for v, u in us.items()}))
     return dict(zip(names, best, strict=True)), tuple(found)
+
+
+def _add_up(alternatives: tuple[Alternative, ...], step_us: float) -> tuple[Alternative, ...]:
+    """Prices of whole steps: what was taken costs the plan, what was not costs as much more as in the sample.
+
+    The sample has no layer with many blocks of the residual stream and none that begins a later block, so its own
+    sum is not a step's. What such layers cost more is the same under every algebra, and cancels.
+    """
+    return tuple(replace(a, us={v: round(step_us + us - a.us[a.taken], 3) for v, us in a.us.items()})
+                 for a in alternatives)
 
 
 def _sample_us(spec: Spec, choices: dict[str, str], menu: Menu, tuning: Tuning) -> float:

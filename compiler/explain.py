@@ -1,7 +1,8 @@
 """Plans in words: the summary that ``compile`` prints, the reasons of one launch, the difference of two plans."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from .device import Device, load_device
 from .errors import PlanError
@@ -29,6 +30,13 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     raise AssertionError
+
+
+def settings(config: Mapping[str, Any]) -> str:
+    """A configuration in words: ``rows 4, block 1024, warps 8``; a switch is its name, or ``not`` and its name."""
+    words = [f"{name} {value}" if not isinstance(value, bool) else name if value else f"not {name}"
+             for name, value in config.items()]
+    return ", ".join(words)
 
 
 def floor_us(choice: PlanChoice, device: Device) -> float:
@@ -158,7 +166,7 @@ def _reasons(plan: LaunchPlan, launches: list[Launch]) -> str:
         f"({size(choice.bytes)}, {choice.flops / 1e6:.1f} Mflop); {choice.source}",
         f"  on stream {launch.stream}, starts {'with' if launch.dependent else 'after'} the launch before it"
         f"{f', beside others, which saves {launch.hidden_us:.2f} us' if launch.stream else ''}",
-        *([f"  configuration {dict(choice.config)}: {choice.config_source}"] if choice.config else []),
+        *([f"  configuration: {settings(choice.config)}; {choice.config_source}"] if choice.config else []),
         *(f"  reads  {_tensor(plan, n)}" for n in launch.inputs),
         *(f"  writes {_tensor(plan, n)}" for n in launch.outputs),
     ]
@@ -224,7 +232,7 @@ def _change(old: LaunchPlan, new: LaunchPlan, a: Launch | None, b: Launch | None
     if x.kernel != y.kernel:
         return f"{x.kernel} {x.us:.2f} us -> {y.kernel} {y.us:.2f} us"
     if x.config != y.config:
-        return f"{x.kernel} re-tiled {dict(x.config)} -> {dict(y.config)}, {x.us:.2f} -> {y.us:.2f} us"
+        return f"{x.kernel} re-tiled ({settings(x.config)}) -> ({settings(y.config)}), {x.us:.2f} -> {y.us:.2f} us"
     if (a.stream, a.dependent) != (b.stream, b.dependent):
         return f"stream {a.stream}{_early(a)} -> stream {b.stream}{_early(b)}"
     if abs(x.us - y.us) >= 0.005:

@@ -10,7 +10,7 @@ import pytest
 
 from k3plan.compiler.compile import compile_spec, lower
 from k3plan.compiler.errors import PlanError, ShardError
-from k3plan.compiler.explain import diff, explain, kinds, ranges, summarise
+from k3plan.compiler.explain import diff, explain, kinds, ranges, settings, summarise
 from k3plan.compiler.kernel import KernelDef
 from k3plan.compiler.plan import LaunchPlan, load_plan
 from k3plan.compiler.reading.source import load_spec
@@ -183,14 +183,30 @@ def test_auto_takes_the_cheapest_algebra() -> None:
         assert len(alternative.us) == 2
 
 
-def test_forced_algebra_is_kept_and_costs_what_auto_said() -> None:
-    auto = plan_of("k3-tp16")
-    forced = compile_spec(load_spec(K3, ("choices.moe_front=sharded", "choices.moe_tail=all_reduce",
-                                         "choices.mla_front=replicated")))
-    predicted = next(a for a in auto.alternatives if a.choice == "moe_front").us["sharded"]
-    assert forced.spec.choices.moe_front == "sharded"
-    # the table is priced on one layer of each kind: AttnRes has more sources in later layers
-    assert forced.us == pytest.approx(predicted, rel=0.01)
+def test_every_algebra_costs_what_auto_said() -> None:
+    """The taken one to the last digit, so that the table adds up with the step below it; the others as if planned."""
+    path = K3.with_name("k3-h200-tp16.yaml")
+    menu, tuned = kernels(), tuning("h200")
+    auto = compile_spec(load_spec(path), menu, tuned)
+    taken = {a.choice: a.taken for a in auto.alternatives}
+    for alternative in auto.alternatives:
+        for value, us in alternative.us.items():
+            if value == alternative.taken:
+                assert us == pytest.approx(auto.us, abs=1e-3)
+                continue
+            choices = [f"choices.{name}={v}" for name, v in (taken | {alternative.choice: value}).items()]
+            forced = compile_spec(load_spec(path, choices), menu, tuned)
+            assert getattr(forced.spec.choices, alternative.choice) == value
+            assert forced.us == pytest.approx(us, rel=1e-4), alternative.choice
+
+
+def test_a_configuration_is_told_in_words() -> None:
+    assert settings({"rows": 4, "block": 1024, "warps": 8}) == "rows 4, block 1024, warps 8"
+    assert settings({"form": "dot", "armed": True, "dedupe": False}) == "form dot, armed, not dedupe"
+    plan = compile_spec(load_spec(K3, ("model.layers=[0]", "target.gpu=h200")), kernels(), tuning("h200"))
+    text = explain(plan, "skinny_linear")
+    assert "  configuration: form fma, rows " in text
+    assert "{" not in text
 
 
 def test_a_dimension_that_does_not_divide_is_named(tmp_path: Path) -> None:
