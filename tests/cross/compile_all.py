@@ -1,67 +1,103 @@
-"""Compiles the default configuration of every Triton kernel at the shapes of a TP16 rank of Kimi K3, for every target.
+"""Compiles every launch of ``launches.py`` for every target: registers, shared memory, spills.
 
 A program of its own: the test suite runs Triton's interpreter, and a process either interprets or compiles. Writes
 ``{launch: {target: [registers, shared, spilled]}}`` as JSON to the path in its first argument, an error's text in place
-of the numbers. A second argument is a regular expression: only launches whose name it finds.
+of the numbers. A second argument is a regular expression: only launches whose name it finds. Triton's cache keeps
+every result by content, so that a second run compiles only what has changed.
+
+NVIDIA's targets compile the default configuration, which is what an untuned shape gets. No device table of ours is an
+AMD one, so nothing has chosen a configuration for gfx950: where the default spills or is too large there, the first
+candidate that does not is taken, as timing on the device would, and stands as a fourth entry.
 """
 from __future__ import annotations
 
 import json
 import os
-import re
 import sys
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from launches import PROBES, chosen, chosen_probes
+
 from k3plan.compiler.kernel import Region
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from real_shapes import real_regions  # tests/real_shapes.py
-
-Line = tuple[str, str, list[int] | str]
-
-
-def chosen() -> list[tuple[str, Region]]:
-    """What is compiled: the fewest and the most blocks stand for those between."""
-    wanted = sys.argv[2] if len(sys.argv) > 2 else ""
-    return [(name, region) for name, region in real_regions()
-            if re.search(wanted, name) and not re.search("-nb[2-7]-", name)]
+Line = tuple[str, str, list[Any] | str]  # launch, target, usage or an error's text
+CANDIDATES = 4  # configurations tried for gfx950
 
 
 def compile_one(index: int) -> list[Line]:
-    """All targets of one region: (launch, target, usage or the error)."""
-    from k3plan.graphs.bench import random_inputs
-    from k3plan.graphs.launch import bind_region
-    from k3plan.ops_triton.compile_check import TARGETS, compile_launch, kernels_of
+    """All targets of one region. Where it is several launches, those behind the first have a number in their name."""
+    from k3plan.ops_triton.compile_check import TARGETS
 
-    name, region = chosen()[index]
-    try:
-        launch = bind_region(region, random_inputs(region, "meta"), dependent_launch=True)
-        single = list(kernels_of(launch))
-    except Exception as error:
-        return [(name, target, _text(error)) for target in TARGETS]
+    name, region = chosen(_wanted())[index]
     lines: list[Line] = []
-    for part, one in enumerate(single):
-        for target in TARGETS:
-            label = f"{name}.{part}" if part else name
-            try:
-                usage = compile_launch(one, target)
-                lines.append((label, target, [usage.registers, usage.shared, usage.spilled]))
-            except Exception as error:
-                lines.append((label, target, _text(error)))
+    for target in TARGETS:
+        try:
+            for part, usage in enumerate(_usage(region, target)):
+                lines.append((f"{name}.{part}" if part else name, target, usage))
+        except Exception as error:
+            lines.append((name, target, f"{type(error).__name__}: {error}"[:400]))
     return lines
 
 
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:400]
+def compile_probe(name: str) -> list[Line]:
+    """All targets of a kernel that measures links; no plan has it."""
+    from k3plan.ops_triton.compile_check import TARGETS
+
+    return [(name, target, _numbers(PROBES[name](), target)[0]) for target in TARGETS]
+
+
+def _usage(region: Region, target: str) -> list[list[Any]]:
+    from k3plan.graphs.launch import default_config
+
+    first = _compile(region, target, default_config(region))
+    if _fits(first, target) or target != "gfx950":
+        return first
+    for config in list(region.kernel.configs(region) if region.kernel.configs else ())[1:CANDIDATES]:
+        other = _compile(region, target, config)
+        if _fits(other, target):
+            return [[*usage, dict(config)] for usage in other]
+    return first
+
+
+def _compile(region: Region, target: str, config: Mapping[str, Any]) -> list[list[Any]]:
+    from k3plan.graphs.bench import random_inputs
+    from k3plan.graphs.launch import bind_region
+
+    return _numbers(bind_region(region, random_inputs(region, "meta"), config, dependent_launch=True), target)
+
+
+def _numbers(launch: Any, target: str) -> list[list[Any]]:
+    from k3plan.ops_triton.compile_check import compile_launch, kernels_of
+
+    found = [compile_launch(one, target) for one in kernels_of(launch)]
+    return [[usage.registers, usage.shared, usage.spilled] for usage in found]
+
+
+def _fits(usages: list[list[Any]], target: str) -> bool:
+    from k3plan.ops_triton.compile_check import SHARED_LIMIT
+
+    return all(not spilled and shared <= SHARED_LIMIT[target] for _, shared, spilled in usages)
+
+
+def _wanted() -> str:
+    return sys.argv[2] if len(sys.argv) > 2 else ""
+
+
+def _largest_first() -> Iterator[int]:
+    """Kernels of many nodes take longest; begun last they would keep one core busy alone."""
+    regions = chosen(_wanted())
+    return iter(sorted(range(len(regions)), key=lambda i: -len(regions[i][1].nodes)))
 
 
 def main() -> None:
     table: dict[str, dict[str, Any]] = {}
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-        for lines in pool.map(compile_one, range(len(chosen()))):
-            for name, target, usage in lines:
+        found = [pool.map(compile_one, _largest_first()), pool.map(compile_probe, chosen_probes(_wanted()))]
+        for results in found:
+            for name, target, usage in (line for lines in results for line in lines):
                 table.setdefault(name, {})[target] = usage
     Path(sys.argv[1]).write_text(json.dumps(table))
 
