@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from made_records import on_streams, small_plan
 
 from k3plan.compiler.plan import Launch, LaunchPlan
@@ -32,10 +33,16 @@ def test_one_stream_needs_no_wait() -> None:
     assert last_launches(PLAN) == ()
 
 
-def test_every_conflict_is_ordered_and_nothing_else_waits() -> None:
-    shared = [i for i, x in enumerate(PLAN.launches) if "shared_down" in x.id or "router" in x.id]
-    assert shared
-    plan = on_streams(PLAN, *shared, 7, 8, 21)
+SHARED = [i for i, x in enumerate(PLAN.launches) if "shared_down" in x.id or "router" in x.id]
+
+
+@pytest.mark.parametrize("plan", [
+    pytest.param(on_streams(PLAN, *SHARED, 7, 8, 21), id="by hand"),
+    pytest.param(small_plan("choices.side_stream=auto"), id="by the scheduler"),
+])
+def test_every_conflict_is_ordered_and_nothing_else_waits(plan: LaunchPlan) -> None:
+    side = [i for i, x in enumerate(plan.launches) if x.stream]
+    assert side
     known = ordered(plan)
     launches = plan.launches
     for i, a in enumerate(launches):
@@ -46,7 +53,7 @@ def test_every_conflict_is_ordered_and_nothing_else_waits() -> None:
         for j in sources:
             assert touch(plan, launches[j], launches[i])
             assert launches[j].stream != launches[i].stream
-    assert last_launches(plan) == (max(*shared, 21),)
+    assert last_launches(plan) == (max(side),)
 
 
 def test_arena_reuse_alone_is_a_conflict() -> None:
