@@ -4,18 +4,24 @@ Contract: ``x`` bf16 [T, D], any row stride that keeps rows on 16 bytes; ``ids``
 w3`` u8 [E, I, D/2] with scales [E, I, D/32]; ``w2`` u8 [E, D', I/2] with scales [E, D', I/32], all as the checkpoint
 has them; ``rank`` i32 [1] on the device says which ids of an expert-parallel step are here. ``out`` bf16 [T, D']. What
 absent experts would add is exactly zero. I is a multiple of 32, nothing is padded: 192 stays 192.
+Beside them, when the pattern has it, the shared expert's down-projection: ``s`` bf16 [T, N] = ``a`` bf16 [T, K] times
+``w`` bf16 [N, K] transposed, N a multiple of 16 and K of 16, this rank's part of a sum over ranks.
 
 Layout: one block on each multiprocessor, four kinds of warps. Every distinct expert is read once, whoever chose it:
 one warp sorts the ids by a bit set. Then
-* the copier streams weights through a ring of slots in shared memory: first the units of 8 gate and 8 up rows that are
-  this block's (every ``blocks``-th of all experts' units), then of every expert the rows of W2 that make this block's
+* the copier (``moe_experts_copy.py``) streams weights through a ring of slots in shared memory: first the units of 8
+  gate and 8 up rows that are this block's (every ``blocks``-th of all experts' units), then units of 16 rows of ``w``
+  (the count goes on, so blocks differ by one unit in all), then of every expert the rows of W2 that make this block's
   columns. It never waits for anything but a free slot, so W2 is on its way while the first half computes. With
   ``bulk`` one warp hands rows to the copy engine, without it two warps copy 16 bytes a lane (``cp.async``), slot by
   slot in turn;
 * 16 warps multiply. In the first half each has its columns of x as operands in registers, for the whole launch: of a
   unit, gate rows are rows 0 to 7 of a matrix instruction, up rows are 8 to 15, tokens its 8 columns, so one lane has
   the gate and the up of the same row. All tokens are multiplied with all experts of the step: the columns are free;
-* the finisher adds up the 16 warps' sums of a unit, applies SiTU and publishes the 8 activations of each pair;
+* a unit of ``w`` is a matrix instruction's 16 rows as well, its columns split over the same warps, in bf16. It needs
+  nothing of the experts: it is done while the last activations of the first half travel from block to block;
+* the finisher adds up the 16 warps' sums of a unit, applies SiTU and publishes the 8 activations of each pair; of a
+  unit of ``w`` it stores 16 columns of ``s``;
 * in the second half the 16 warps share the experts out. A block has its columns of all experts, so the weighted sum
   stays in registers and one sum over the warps ends it: no partial results in memory, no atomics, one order of
   addition.
@@ -33,23 +39,24 @@ once. With activation "mxfp8" rows of x and activations are rounded to MXFP8 as 
 path.
 
 Arithmetic for a TP16 rank of Kimi K3 (D 3584, I 192, k 16) on an H200: 17.5 MB at one row, 132 MB at 8 (120 experts):
-floors 6.3 and 32 us (2.35 us + bytes / 4.44 TB/s). A lane decodes 16 weights for one pair of matrix instructions: 16
-permutes and masks and 2 shifts on the integer pipe, 4 left shifts on the multiplier, 4 instructions for the scales, 4
-multiply-adds. The compiler makes 273 instructions of a unit (112 weights a lane; 1.1 a weight on the integer pipe) and
-about 500 of an expert's rows in the second half (192 weights a lane). At 8 rows a block has 22 units for 16 warps and
-120 experts: 24,000 and 15,000 cycles of issue, with the finisher 23 us at 1.75 GHz, beside 32 us of memory. At one row
-384 units lie on 132 blocks (3 or 2) and 28 columns on 128 of them: 97 % of the bytes' mean, all of them in flight at
-once (137 KB a block, 6 slots of 30 KB).
+floors 6.3 and 32 us (2.35 us + bytes / 4.44 TB/s); ``w`` of 7168 x 384 adds 5.5 MB, 1.2 us, 3 or 4 units a block. A
+lane decodes 16 weights for one pair of matrix instructions: 16 permutes and masks and 2 shifts on the integer pipe, 4
+left shifts on the multiplier, 4 instructions for the scales, 4 multiply-adds. The compiler makes 273 instructions of a
+unit (112 weights a lane; 1.1 a weight on the integer pipe) and about 500 of an expert's rows in the second half (192
+weights a lane). At 8 rows a block has 22 units for 16 warps and 120 experts: 24,000 and 15,000 cycles of issue, with
+the finisher 23 us at 1.75 GHz, beside 32 us of memory. At one row 384 units lie on 132 blocks (3 or 2) and 28 columns
+on 128 of them: 97 % of the bytes' mean, all of them in flight at once (137 KB a block, 6 slots of 30 KB).
 Measured on an H200, plain launches in one graph, weights cold: 44.2 us at 8 rows (131 MB, floor 31.9; the two Triton
 launches take 49.1 with programmatic edges), 80.7 us at 8 rows of a TP8 rank (263 MB, floor 61.5). 4 slots or 6 make no
-difference, so it is not what is in flight. Not shown, but left as causes: issue that does not overlap with the waits
-of the same warps, and the copier, which hands out 18 copies of 1.8 KB a unit one after the other. One row was checked
-and not timed, and so was the other way to copy. Since then every warp passes every slot of the ring, which has run on
-the emulator of the tests only. Error against the fp32 reference on the H200: 0.51 to 0.53 of the bf16 chain's; with
-"mxfp8", 0.29 to 0.43.
+difference, so it is not what is in flight. Not shown, but left as causes: issue that does not overlap with the waits of
+the same warps, and the copier, which hands out 18 copies of 1.8 KB a unit one after the other. One row was checked and
+not timed, and so was the other way to copy. Since then every warp passes every slot of the ring, and ``w`` has come,
+which have run on the emulator of the tests only; so the table of the H200 has no line of this kernel. Error against the
+fp32 reference on the H200: 0.51 to 0.53 of the bf16 chain's; with "mxfp8", 0.29 to 0.43.
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
@@ -58,16 +65,13 @@ import torch
 from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch
-from .launching import KernelLaunch, await_producers, named, row_stride, start_dependents
+from .launching import KernelLaunch, await_producers, named, row_alignment, row_stride, start_dependents
+from .moe_experts_copy import copy_by_lanes, copy_by_rows
 from .moe_experts_menu import LIST_BITS, MOST_BLOCKS, PARITIES
-from .moe_experts_plan import FRAGMENT, PARTIALS, THREADS, TILE, TOKENS, TOP_EXPONENT, WARPS, Config, Static
+from .moe_experts_plan import FRAGMENT, PARTIALS, STEP, THREADS, TILE, TOKENS, TOP_EXPONENT, WARPS, Config, Static
 from .moe_parts import (
     arrive,
-    arrive_copied,
     await_phase,
-    copy_async,
-    copy_bulk,
-    expect_bytes,
     init_barrier,
     is_late,
     load_byte,
@@ -83,7 +87,6 @@ from .moe_parts import (
     situ,
     store_byte,
     store_word,
-    stream_policy,
 )
 from .mxfp4 import (
     PAIRS,
@@ -102,7 +105,10 @@ from .primitives import (
     load_shared,
     load_words,
     maximum,
+    mma,
+    pack,
     select,
+    store_half,
     store_shared,
     store_words,
     unpack,
@@ -203,122 +209,6 @@ def _list_experts(at: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: 
 
 
 @cute.jit
-def _copy(at: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """One warp: has the copy engine stream this block's weights, units of the first half and then of the second."""
-    policy = stream_policy()
-    fill = Int32(0)
-    half = p.width // 2
-    for unit in cutlass.range(block, count * p.tiles, p.blocks, unroll=1):
-        slot = fill % p.slots
-        await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
-        full = shared + where["full"] + slot * 8
-        expert = load_word(shared + where["list"] + (unit // p.tiles) * 4)
-        if lane == 0:
-            expect_bytes(full, Int32(2 * TILE * (half + p.groups)))
-        cute.arch.sync_warp()
-        # lanes 0 to 7 copy rows of W1, 8 to 15 rows of W3, 16 and 17 their scales
-        row = Int64(expert) * p.inter + Int64((unit % p.tiles) * TILE)
-        scales = lane >= 2 * TILE
-        second = select(scales, lane & 1, (lane >> 3) & 1)
-        packed = select(second == 1, at.w3.toint(), at.w1.toint()) + (row + Int64(lane & 7)) * half
-        scale = select(second == 1, at.s3.toint(), at.s1.toint()) + row * p.groups
-        to = select(scales, 2 * TILE * p.row_bytes + second * (TILE * p.groups), lane * p.row_bytes)
-        copy_bulk(shared + where["ring"] + slot * p.slot_bytes + to, select(scales, scale, packed),
-                  select(scales, Int32(TILE * p.groups), Int32(half)), full, policy,
-                  select(lane < 2 * TILE + 2, Int32(1), Int32(0)))
-        fill = fill + 1
-    turn = p.blocks - 1 - block
-    if turn < p.column_blocks:
-        first = turn * p.columns
-        rows = cutlass.min(Int32(p.columns), p.out_width - first)
-        # scales from the 16 bytes that hold the first to those that hold the last
-        begin = (first * p.inter_groups) & -16
-        scale_bytes = (((first + rows) * p.inter_groups + 15) & -16) - begin
-        for start in cutlass.range(0, count, p.together, unroll=1):
-            slot = fill % p.slots
-            await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
-            full = shared + where["full"] + slot * 8
-            inside = cutlass.min(Int32(p.together), count - start)
-            if lane == 0:
-                expect_bytes(full, inside * (rows * (p.inter // 2) + scale_bytes))
-            cute.arch.sync_warp()
-            own = lane >> 1
-            guard = select(own < inside, Int32(1), Int32(0))
-            expert = load_word(shared + where["list"] + select(own < inside, start + own, Int32(0)) * 4)
-            row = Int64(expert) * p.out_width
-            packed = at.w2.toint() + (row + Int64(first)) * (p.inter // 2)
-            scale = at.s2.toint() + row * p.inter_groups + Int64(begin)
-            scales = (lane & 1) == 1
-            to = own * p.down_bytes + select(scales, Int32(p.columns * (p.inter // 2)), Int32(0))
-            copy_bulk(shared + where["ring"] + slot * p.slot_bytes + to, select(scales, scale, packed),
-                      select(scales, scale_bytes, rows * (p.inter // 2)), full, policy, guard)
-            fill = fill + 1
-
-
-@cute.jit
-def _copy_async(at: Any, count: Any, which: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
-                p: cutlass.Constexpr):
-    """Copier ``which`` of two: streams every other slot of this block's weights, 16 bytes a lane at a time."""
-    policy = stream_policy()
-    fill = which
-    half = p.width // 2
-    # 16 bytes number i of 8 rows, which lie end to end in memory and ``row_bytes`` apart in a slot
-    pieces = TILE * p.groups
-    to = []
-    for i in cutlass.range_constexpr(-(-pieces // 32)):
-        piece = lane + 32 * i
-        to.append(piece * FRAGMENT + piece // p.groups * (p.row_bytes - half))
-    for unit in cutlass.range(block + which * p.blocks, count * p.tiles, 2 * p.blocks, unroll=1):
-        slot = fill % p.slots
-        await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
-        expert = load_word(shared + where["list"] + (unit // p.tiles) * 4)
-        row = Int64(expert) * p.inter + Int64((unit % p.tiles) * TILE)
-        ring = shared + where["ring"] + slot * p.slot_bytes
-        for matrix, packed in enumerate((at.w1, at.w3)):
-            source = packed.toint() + row * half + Int64(lane * FRAGMENT)
-            for i in cutlass.range_constexpr(len(to)):
-                real = 1 if 32 * (i + 1) <= pieces else select(lane + 32 * i < pieces, Int32(1), Int32(0))
-                copy_async(ring + matrix * TILE * p.row_bytes + to[i], source + 512 * i, policy, real)
-        for matrix, scales in enumerate((at.s1, at.s3)):
-            source = scales.toint() + row * p.groups + Int64(lane * FRAGMENT)
-            for i in cutlass.range_constexpr(-(-TILE * p.groups // 512)):
-                real = select((lane + 32 * i) * FRAGMENT < TILE * p.groups, Int32(1), Int32(0))
-                copy_async(ring + 2 * TILE * p.row_bytes + matrix * TILE * p.groups + lane * FRAGMENT + 512 * i,
-                           source + 512 * i, policy, real)
-        arrive_copied(shared + where["full"] + slot * 8)
-        fill = fill + 2
-    turn = p.blocks - 1 - block
-    if turn < p.column_blocks:
-        first = turn * p.columns
-        rows = cutlass.min(Int32(p.columns), p.out_width - first)
-        # scales from the 16 bytes that hold the first to those that hold the last
-        begin = (first * p.inter_groups) & -16
-        scale_pieces = (((first + rows) * p.inter_groups + 15) & -16) - begin
-        scale_pieces = scale_pieces // FRAGMENT
-        pieces_of_rows = rows * p.inter_groups
-        units = (count * p.tiles - block + p.blocks - 1) // p.blocks
-        units = cutlass.max(units, Int32(0))
-        for start in cutlass.range((fill - units) * p.together, count, 2 * p.together, unroll=1):
-            slot = fill % p.slots
-            await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
-            ring = shared + where["ring"] + slot * p.slot_bytes
-            for own in cutlass.range(cutlass.min(Int32(p.together), count - start), unroll=1):
-                expert = load_word(shared + where["list"] + (start + own) * 4)
-                row = Int64(expert) * p.out_width
-                packed = at.w2.toint() + (row + Int64(first)) * (p.inter // 2) + Int64(lane * FRAGMENT)
-                scale = at.s2.toint() + row * p.inter_groups + Int64(begin + lane * FRAGMENT)
-                entry = ring + own * p.down_bytes + lane * FRAGMENT
-                for i in cutlass.range_constexpr(-(-p.columns * p.inter_groups // 32)):
-                    copy_async(entry + 512 * i, packed + 512 * i, policy,
-                               select(lane + 32 * i < pieces_of_rows, Int32(1), Int32(0)))
-                for i in cutlass.range_constexpr(-(-p.down_scales // 512)):
-                    copy_async(entry + p.columns * (p.inter // 2) + 512 * i, scale + 512 * i, policy,
-                               select(lane + 32 * i < scale_pieces, Int32(1), Int32(0)))
-            arrive_copied(shared + where["full"] + slot * 8)
-            fill = fill + 2
-
-
-@cute.jit
 def _multiply_up(x: Any, factors: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
                  where: cutlass.Constexpr, p: cutlass.Constexpr):
     """The warps that multiply: this warp's groups of 8 gate and 8 up rows a unit. Returns the slots used."""
@@ -340,18 +230,64 @@ def _multiply_up(x: Any, factors: Any, count: Any, block: Any, warp: Any, lane: 
                 gate = scale_of(load_byte(scale + group))
                 up = scale_of(load_byte(scale + TILE * p.groups + group))
                 total = _add_scaled(total, gate, up, dot_group(words[2 * i], words[2 * i + 1], x[group]), p)
-        cute.arch.sync_warp()
-        if lane == 0:
-            arrive(shared + where["empty"] + slot * 8)
-        buffer = fill & 1
-        await_phase(shared + where["partials_empty"] + buffer * 8, ((fill >> 1) & 1) ^ 1)
-        store_shared(shared + where["partials"] + buffer * PARTIALS + (warp * 32 + lane) * FRAGMENT,
-                     [total[0] * factors[0], total[1] * factors[1], total[2] * factors[0], total[3] * factors[1]])
-        cute.arch.sync_warp()
-        if lane == 0:
-            arrive(shared + where["partials_full"] + buffer * 8)
+        _hand_over([total[0] * factors[0], total[1] * factors[1], total[2] * factors[0], total[3] * factors[1]], fill,
+                   warp, lane, shared, where, p)
         fill = fill + 1
     return fill
+
+
+@cute.jit
+def _multiply_side(at: Any, fill: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
+                   where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The warps that multiply: this warp's columns of 16 rows of ``w`` a unit. Returns the slots used."""
+    token, part = lane >> 2, lane & 3
+    # a warp without columns multiplies those of another by zeros
+    own = cutlass.min(warp * p.own_steps, Int32(p.side_steps - p.own_steps))
+    real = (token < p.tokens) & (warp * p.own_steps < p.side_steps)
+    source = at.a.toint() + Int64(token) * (2 * p.stride_a) + Int64(own * 2 * STEP + part * 4)
+    a = [load_words(source + 16 * i, 1, guard=select(real, Int32(1), Int32(0)))[0] for i in range(2 * p.own_steps)]
+    for _unit in cutlass.range(block + fill * p.blocks - count * p.tiles, p.side_units, p.blocks, unroll=1):
+        slot = fill % p.slots
+        await_phase(shared + where["full"] + slot * 8, (fill // p.slots) & 1)
+        rows = shared + where["ring"] + slot * p.slot_bytes
+        matrix = rows + (lane & 15) * p.side_row_bytes + (lane >> 4) * FRAGMENT + own * 2 * STEP
+        total = [Float32(0.0)] * 4
+        for step in cutlass.range_constexpr(p.own_steps):
+            total = mma(load_matrices(matrix + 2 * STEP * step), a[2 * step : 2 * step + 2], total)
+        _hand_over(total, fill, warp, lane, shared, where, p)
+        fill = fill + 1
+    return fill
+
+
+@cute.jit
+def _hand_over(sums: Any, fill: Any, warp: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+               p: cutlass.Constexpr):
+    """Frees the slot of unit ``fill`` and gives this warp's sums to the finisher."""
+    cute.arch.sync_warp()
+    if lane == 0:
+        arrive(shared + where["empty"] + fill % p.slots * 8)
+    buffer = fill & 1
+    await_phase(shared + where["partials_empty"] + buffer * 8, ((fill >> 1) & 1) ^ 1)
+    store_shared(shared + where["partials"] + buffer * PARTIALS + (warp * 32 + lane) * FRAGMENT, sums)
+    cute.arch.sync_warp()
+    if lane == 0:
+        arrive(shared + where["partials_full"] + buffer * 8)
+
+
+@cute.jit
+def _add_warps(fill: Any, lane: Any, shared: Any, where: cutlass.Constexpr):
+    """The finisher: a lane's 4 sums of unit ``fill`` over the warps."""
+    buffer = fill & 1
+    await_phase(shared + where["partials_full"] + buffer * 8, (fill >> 1) & 1)
+    at = shared + where["partials"] + buffer * PARTIALS + lane * FRAGMENT
+    sums = load_shared(at, 4)
+    for warp in cutlass.range_constexpr(1, WARPS):
+        more = load_shared(at + warp * 32 * FRAGMENT, 4)
+        sums = [a + b for a, b in zip(sums, more, strict=True)]
+    cute.arch.sync_warp()
+    if lane == 0:
+        arrive(shared + where["partials_empty"] + buffer * 8)
+    return sums
 
 
 @cute.jit
@@ -361,16 +297,7 @@ def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, wher
     fill = Int32(0)
     row, part = lane >> 2, lane & 3
     for unit in cutlass.range(block, count * p.tiles, p.blocks, unroll=1):
-        buffer = fill & 1
-        await_phase(shared + where["partials_full"] + buffer * 8, (fill >> 1) & 1)
-        at = shared + where["partials"] + buffer * PARTIALS + lane * FRAGMENT
-        sums = load_shared(at, 4)
-        for warp in cutlass.range_constexpr(1, WARPS):
-            more = load_shared(at + warp * 32 * FRAGMENT, 4)
-            sums = [a + b for a, b in zip(sums, more, strict=True)]
-        cute.arch.sync_warp()
-        if lane == 0:
-            arrive(shared + where["partials_empty"] + buffer * 8)
+        sums = _add_warps(fill, lane, shared, where)
         found = [situ(sums[i], sums[2 + i], p.beta, p.linear_beta) * 2.0**p.act_exponent for i in range(2)]
         # rows r and r + 2 make a word: lanes of r publish the first token's, those of r + 2 the second's
         upper = (row & 2) != 0
@@ -381,6 +308,21 @@ def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, wher
         fragment = (token * p.top_k + place) * p.tiles + unit % p.tiles
         offset = fragment * FRAGMENT + ((row & 1) * 2 + (row >> 2)) * 4
         publish(act + Int64(offset), word, select(place >= 0, Int32(1), Int32(0)))
+        fill = fill + 1
+    return fill
+
+
+@cute.jit
+def _finish_side(out: Any, fill: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+                 p: cutlass.Constexpr):
+    """The finisher: adds up the warps' sums of 16 columns of ``s`` and stores them as bf16."""
+    row, part = lane >> 2, lane & 3
+    for unit in cutlass.range(block + fill * p.blocks - count * p.tiles, p.side_units, p.blocks, unroll=1):
+        words = pack(_add_warps(fill, lane, shared, where))
+        for i in cutlass.range_constexpr(4):
+            token = 2 * part + i % 2
+            place = out + Int64(token * p.stride_s + unit * 2 * TILE + row + i // 2 * TILE) * 2
+            store_half(place, words[i // 2] >> (16 * (i % 2)), guard=select(token < p.tokens, Int32(1), Int32(0)))
         fill = fill + 1
 
 
@@ -530,13 +472,13 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
         _list_experts(at, lane, shared, where, p)
         cute.arch.barrier_arrive(barrier_id=LISTED, number_of_threads=THREADS, aligned=False)
         if cutlass.const_expr(p.bulk):
-            _copy(at, load_word(shared + where["count"]), block, lane, shared, where, p)
+            copy_by_rows(at, load_word(shared + where["count"]), block, lane, shared, where, p)
         else:
-            _copy_async(at, load_word(shared + where["count"]), Int32(0), block, lane, shared, where, p)
+            copy_by_lanes(at, load_word(shared + where["count"]), Int32(0), block, lane, shared, where, p)
     elif warp == SECOND:
         cute.arch.barrier(barrier_id=LISTED, number_of_threads=THREADS)
         if cutlass.const_expr(not p.bulk):
-            _copy_async(at, load_word(shared + where["count"]), Int32(1), block, lane, shared, where, p)
+            copy_by_lanes(at, load_word(shared + where["count"]), Int32(1), block, lane, shared, where, p)
     elif warp == FINISHER:
         # the other part was read by the launch before and has to be zero for the next
         before = at.act.toint() + Int64((epoch & 1) ^ 1) * part
@@ -546,19 +488,35 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
         if lane == 0:
             store_words(epochs, [epoch + 1])
         count = load_word(shared + where["count"])
-        _finish_units(act, count, block, lane, shared, where, p)
+        fill = _finish_units(act, count, block, lane, shared, where, p)
+        if cutlass.const_expr(p.side_width > 0):
+            _finish_side(at.s.toint(), fill, count, block, lane, shared, where, p)
     else:
         x, factors = _load_x(at.x.toint(), warp, lane, p)
         cute.arch.barrier(barrier_id=LISTED, number_of_threads=THREADS)
         count = load_word(shared + where["count"])
         fill = _multiply_up(x, factors, count, block, warp, lane, shared, where, p)
+        if cutlass.const_expr(p.side_width > 0):
+            fill = _multiply_side(at, fill, count, block, warp, lane, shared, where, p)
         if p.blocks - 1 - block < p.column_blocks:
             total = _multiply_down(act, fill, count, block, warp, lane, shared, where, p)
             _store_columns(at.out.toint(), total, fill, block, thread, shared, where, p)
 
 
+def _side(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Sizes of the projection beside the experts; none without it."""
+    if "s" not in tensors:
+        return {}
+    a, w, s = (tensors[name] for name in ("a", "w", "s"))
+    assert {t.dtype for t in (a, w, s)} == {torch.bfloat16}, f"a, w, s are {a.dtype}, {w.dtype}, {s.dtype}"
+    assert (a.shape[1], s.shape[1]) == (w.shape[1], w.shape[0]), f"a {a.shape}, w {w.shape}, s {s.shape}"
+    assert w.is_contiguous(), f"w {w.shape} {w.stride()}"
+    assert row_alignment(a) % 4 == 0, f"rows of a {a.stride()} do not lie on 4 bytes"
+    return {"side_width": w.shape[1], "side_rows": w.shape[0], "stride_a": row_stride(a), "stride_s": row_stride(s)}
+
+
 def bind(call: Call) -> Launch:
-    """x, ids, rank, weights, w1, w3, s1, s3, w2, s2 -> out."""
+    """x, ids, rank, weights, w1, w3, s1, s3, w2, s2 -> out; with the projection beside, a, w -> s."""
     config, tensors = Config(**call.config), call.tensors
     x, ids, w1, w2, out = (tensors[name] for name in ("x", "ids", "w1", "w2", "out"))
     attrs, activation = call.attrs["gate"], call.attrs["act"]
@@ -574,10 +532,12 @@ def bind(call: Call) -> Launch:
         tokens=ids.shape[0], top_k=ids.shape[1], width=x.shape[1], inter=w1.shape[1], out_width=w2.shape[1],
         local=w1.shape[0], experts=attrs["experts"], blocks=blocks, slots=config.slots, bulk=config.bulk,
         stride_x=row_stride(x), stride_out=row_stride(out), beta=activation["beta"],
-        linear_beta=activation["linear_beta"], rounds=attrs["activation"] == "mxfp8", dependent=call.dependent_launch)
+        linear_beta=activation["linear_beta"], rounds=attrs["activation"] == "mxfp8", dependent=call.dependent_launch,
+        **_side(tensors))
     assert static.tokens <= TOKENS, f"{static.tokens} rows"
     assert static.local <= LIST_BITS, f"{static.local} experts of a rank"
     arguments = {name: tensors[name] for name in ("x", "ids", "rank", "weights", "w1", "w3", "s1", "s3", "w2", "s2")}
+    arguments |= {name: tensors[name] for name in ("a", "w", "s") if static.side_width}
     arguments |= {"out": out, "act": call.scratch["act"], "epochs": call.scratch["epochs"]}
     assert call.scratch["act"].shape[0] == PARITIES, f"activations {call.scratch['act'].shape}"
     return KernelLaunch(_moe_experts, (blocks, 1, 1), THREADS, arguments, static, shared=static.place()["end"],

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..compiler.call import Scratch
 from ..compiler.kernel import KernelDef, Region
-from .moe_experts_plan import SHARED_LIMIT, TOKENS, Static
+from .moe_experts_plan import SHARED_LIMIT, STEP, TILE, TOKENS, Static
 
 ENTRY = "k3plan.ops_cute.moe_experts:bind"
 ARCH = ("sm_90", "sm_100", "sm_103")
@@ -29,17 +29,35 @@ def needs(region: Region) -> str | None:
         return f"experts of {inter} x {out_width}: not multiples of 32 and 16"
     if local > LIST_BITS:
         return f"{local} experts of a rank, at most {LIST_BITS}"
-    return None if configs(region) else f"experts of {inter} x {out_width}: two slots do not fit shared memory"
+    beside = "" if "w" not in region.binding else " and {} x {} beside them".format(*region.value("w").shape)
+    return None if configs(region) else f"experts of {inter} x {out_width}{beside}: two slots do not fit shared memory"
+
+
+def needs_side(region: Region) -> str | None:
+    """As ``needs``, and which product may stand beside the experts: the down-projection of a shared expert."""
+    a, w, s = (region.value(name) for name in ("a", "w", "s"))
+    rows, columns = w.shape
+    dtypes = (a.dtype, w.dtype, s.dtype)
+    if dtypes != ("bf16", "bf16", "bf16"):
+        return f"the product beside is {dtypes[0]} by {dtypes[1]} to {dtypes[2]}, the kernel multiplies bf16"
+    if a.shape != (region.value("ids").shape[0], columns):
+        return f"the product beside reads {a.shape}, not the rows of the experts"
+    if rows <= columns:
+        return f"the product beside makes {rows} columns of {columns}, a shared expert's down-projection makes more"
+    if columns % STEP or rows % (2 * TILE):
+        return f"the product beside has a weight of {rows} x {columns}: not multiples of {2 * TILE} and {STEP}"
+    return needs(region)
 
 
 def _fits(region: Region, slots: int, blocks: int = 132) -> bool:
     """Whether a ring of ``slots`` fits a block's shared memory. More blocks have fewer columns each, so less."""
     w1, ids = region.value("w1").shape, region.value("ids").shape
     attrs = region.attrs("experts_gate_up")
+    side = region.value("w").shape if "w" in region.binding else (0, 0)
     plan = Static(
         tokens=ids[0], top_k=ids[1], width=2 * w1[2], inter=w1[1], out_width=region.value("w2").shape[1], local=w1[0],
         experts=attrs["experts"], blocks=blocks, slots=slots, bulk=True, stride_x=0, stride_out=0, beta=1.0,
-        linear_beta=1.0, rounds=False, dependent=False)
+        linear_beta=1.0, rounds=False, dependent=False, side_rows=side[0], side_width=side[1])
     return plan.place()["end"] <= SHARED_LIMIT
 
 
@@ -58,11 +76,22 @@ def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
             "epochs": Scratch((MOST_BLOCKS,), "i32", zeroed=True, kept=True)}
 
 
+_EXPERTS = """\
+gate, up = experts_gate_up(x, ids, rank, w1, w3, s1, s3)
+act = situ_and_mul(gate, up)
+pairs = experts_down(act, ids, rank, w2, s2)
+out = experts_combine(pairs, weights)
+"""
+
 KERNELS: tuple[KernelDef, ...] = (
     KernelDef(
         id="cute.moe_experts", entry=ENTRY, arch=ARCH, rows=(1, TOKENS), needs=needs, configs=configs, scratch=scratch,
-        pattern="gate, up = experts_gate_up(x, ids, rank, w1, w3, s1, s3)\nact = situ_and_mul(gate, up)\n"
-                "pairs = experts_down(act, ids, rank, w2, s2)\nout = experts_combine(pairs, weights)\n-> out",
+        pattern=f"{_EXPERTS}-> out",
         note="W1, W3, SiTU, W2 and the weighted sum; each expert's weights are read once",
+    ),
+    KernelDef(
+        id="cute.moe_experts_shared", entry=ENTRY, arch=ARCH, rows=(1, TOKENS), needs=needs_side, configs=configs,
+        scratch=scratch, pattern=f"& s = linear(a, w)\n{_EXPERTS}-> out, s",
+        note="the same, and the shared expert's down-projection while activations are on their way",
     ),
 )

@@ -8,11 +8,17 @@ TOKENS = 8  # columns of a matrix instruction's second operand
 WARPS = 16  # that multiply; two more copy, one finishes activations
 THREADS = 32 * (WARPS + 3)
 TILE = 8  # rows of W1 and as many of W3: the two halves of a matrix instruction's 16
+STEP = 16  # columns of bf16 of one matrix instruction
 CHUNK = 6  # most groups of a row of W2 whose activations a warp holds
 FRAGMENT = 16  # bytes: 8 columns of one lane, or 4 fp32 of one lane
 PARTIALS = WARPS * 32 * FRAGMENT  # bytes of one sum over warps
 TOP_EXPONENT = 15  # fp16 activations stay below 2^15
 SHARED_LIMIT = 232448  # bytes of a block
+
+
+def _least_each(parts: int) -> int:
+    """As few for each as divide ``parts`` evenly over some of the warps."""
+    return min(n for n in range(1, parts + 1) if parts % n == 0 and parts // n <= WARPS)
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,11 @@ class Static:
     linear_beta: float
     rounds: bool  # activations to MXFP8
     dependent: bool
+    # the projection beside the experts: columns and rows of its weight, 0 without it
+    side_width: int = 0
+    side_rows: int = 0
+    stride_a: int = 0
+    stride_s: int = 0
 
     @property
     def groups(self) -> int:
@@ -52,8 +63,8 @@ class Static:
 
     @property
     def own_groups(self) -> int:
-        """Of them those of one warp: as few as divide evenly over some of the warps."""
-        return min(n for n in range(1, self.groups + 1) if self.groups % n == 0 and self.groups // n <= WARPS)
+        """Of them those of one warp."""
+        return _least_each(self.groups)
 
     @property
     def tiles(self) -> int:
@@ -64,6 +75,26 @@ class Static:
     def row_bytes(self) -> int:
         """Of W1 in shared memory: an odd number of 16 bytes, so that 8 rows lie on different banks."""
         return FRAGMENT * (self.groups | 1)
+
+    @property
+    def side_units(self) -> int:
+        """Units of 16 rows of the projection beside the experts."""
+        return self.side_rows // (2 * TILE)
+
+    @property
+    def side_steps(self) -> int:
+        """Matrix instructions along one of its rows."""
+        return self.side_width // STEP
+
+    @property
+    def own_steps(self) -> int:
+        """Of them those of one warp."""
+        return _least_each(self.side_steps)
+
+    @property
+    def side_row_bytes(self) -> int:
+        """Of one of its rows in shared memory: an odd number of 16 bytes, as ``row_bytes``."""
+        return FRAGMENT * (self.side_width // 8 | 1)
 
     @property
     def inter_groups(self) -> int:
@@ -115,7 +146,8 @@ class Static:
 
     @property
     def slot_bytes(self) -> int:
-        return -(-max(self.up_bytes, self.together * self.down_bytes) // 128) * 128
+        side_bytes = 2 * TILE * self.side_row_bytes if self.side_width else 0
+        return -(-max(self.up_bytes, side_bytes, self.together * self.down_bytes) // 128) * 128
 
     @property
     def most(self) -> int:

@@ -5,6 +5,7 @@ matrix instruction's fragments. The sums must be those of the reference's decode
 """
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -17,7 +18,9 @@ import real_shapes
 import torch
 
 from k3plan.compiler.build import build_graph
+from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.ir import Graph
+from k3plan.compiler.kernel import KernelDef, Menu
 from k3plan.compiler.ops.mxfp4 import E2M1, unpack_mxfp4
 from k3plan.compiler.passes.merge import merge_projections
 from k3plan.compiler.passes.shard import algebra_of, shard_graph
@@ -40,6 +43,10 @@ def plan(tokens: int = 8, width: int = 3584, inter: int = 192, local: int = 896,
 
 PLANS = [plan(width=width, inter=inter, local=local, blocks=blocks) for (width, inter, local), blocks in product(
     ((3584, 192, 896), (3584, 384, 896), (3584, 3072, 56), (128, 64, 8), (1088, 32, 5)), (132, 152, 148))]
+
+# the shared expert's down-projection of 16 and 8 ranks, and one with fewer instructions than warps
+BESIDE = [replace(plan(blocks=blocks), side_rows=rows, side_width=width)
+          for (rows, width), blocks in product(((7168, 384), (7168, 768), (336, 160)), (132, 148))]
 
 
 def plan_name(p: Static) -> str:
@@ -133,6 +140,68 @@ def test_front_covers_its_rows_and_reads_without_conflicts() -> None:
         assert len({(r * p.row_bytes // 16 + q) % 8 for r in range(2) for q in range(4)}) == 8
 
 
+@pytest.mark.parametrize("p", BESIDE, ids=lambda p: f"{p.side_rows}x{p.side_width}-{p.blocks}")
+def test_units_beside_the_experts_are_done_once_and_fit_a_slot(p: Static) -> None:
+    for count in (0, 1, 16, 120):
+        done = []
+        for block in range(p.blocks):
+            used = len(range(block, count * p.tiles, p.blocks))
+            done += range(block + used * p.blocks - count * p.tiles, p.side_units, p.blocks)
+        assert sorted(done) == list(range(p.side_rows // 16))
+    steps = [w * p.own_steps + i for w in range(WARPS) for i in range(p.own_steps) if w * p.own_steps < p.side_steps]
+    assert sorted(steps) == list(range(p.side_width // 16))
+    assert 16 * p.side_row_bytes <= p.slot_bytes
+    assert len({r * p.side_row_bytes // 16 % 8 for r in range(8)}) == 8
+
+
+# other products of the half, in its forms: their place refuses them, or ``needs``
+REFUSALS = {
+    "router": "a path leaves the region and returns through L1.mlp.ids",
+    "front": "a path leaves the region and returns through L1.mlp.latent_down",
+    "latent_down": "returns through L1.mlp.latent_down.all_gather|reads a value as an input that is made inside",
+    "latent_up": "a path leaves the region and returns through L1.mlp.latent_normed",
+    "shared_gate": "makes (384|768) columns of 7168, a shared expert's down-projection makes more",
+    "shared_up": "makes (384|768) columns of 7168, a shared expert's down-projection makes more",
+}
+
+
+@pytest.mark.parametrize("tail", ["all_reduce", "stripe"])
+@pytest.mark.parametrize("front", ["replicated", "sharded"])
+@pytest.mark.parametrize("tp", [8, 16])
+def test_only_the_shared_down_projection_stands_beside_the_experts(front: str, tail: str, tp: int) -> None:
+    kernel = moe_experts_menu.KERNELS[1]
+    spec = replace(real_shapes._spec(1, 1, Choices(front, tail, "replicated")), layers=(1,),
+                   parallel=Parallel(tp, "tp"))
+    apart = shard_graph(build_graph(spec), spec, algebra_of(spec))[0]
+    for graph in (apart, merge_projections(apart)[0]):
+        (region,), misses = find_regions(graph, Menu([kernel]), arch="sm_103", rows=1)
+        assert (region.binding["s"], misses) == ("L1.mlp.shared_down", [])
+        for node in graph.nodes:
+            if node.op == "linear" and node.stage == "mlp" and node.name != "L1.mlp.shared_down":
+                reason = why_not(graph, kernel, node.outputs[0])
+                assert re.search(REFUSALS[node.name.removeprefix("L1.mlp.")], reason), f"{node.name}: {reason}"
+
+
+def why_not(graph: Graph, kernel: KernelDef, output: str) -> str:
+    """The words with which ``kernel`` refuses the product that makes ``output``, the only one in its half of a layer:
+    what the others make comes from outside."""
+    others = [node for node in graph.nodes
+              if node.op == "linear" and node.stage == "mlp" and node.outputs[0] != output]
+    left = replace(graph, nodes=tuple(node for node in graph.nodes if node not in others),
+                   inputs=(*graph.inputs, *(out for node in others for out in node.outputs)))
+    regions, (miss,) = find_regions(left, Menu([kernel]), arch="sm_103", rows=1)
+    assert not regions
+    return miss.reason
+
+
+def test_a_wide_product_beside_does_not_fit_and_says_so() -> None:
+    spec = replace(real_shapes._spec(1, 1, Choices("replicated", "all_reduce", "replicated")), layers=(1,),
+                   parallel=Parallel(1, "tp"))
+    graph = shard_graph(build_graph(spec), spec, algebra_of(spec))[0]
+    assert why_not(graph, moe_experts_menu.KERNELS[1], "L1.mlp.shared_down") == (
+        "experts of 3072 x 3584 and 7168 x 6144 beside them: two slots do not fit shared memory")
+
+
 # layouts
 
 
@@ -202,8 +271,8 @@ def test_published_activations_are_the_operand_of_the_second_half() -> None:
 def test_kernels_compile_for_every_target_and_spill_next_to_nothing(target: str, rows: int) -> None:
     from k3plan.ops_cute.compile_check import compile_launch, kernels_of
 
-    for kernels in (moe_experts_menu.KERNELS, moe_front_menu.KERNELS[:1]):
-        region = real_regions(rows, kernels)[0]
+    for kernel in (*moe_experts_menu.KERNELS, moe_front_menu.KERNELS[0]):
+        region = real_regions(rows, (kernel,))[0]
         for launch in kernels_of(bind_region(region, random_inputs(region, "meta"), dependent_launch=True)):
             usage = compile_launch(launch, target)
             assert usage.registers <= 96, usage

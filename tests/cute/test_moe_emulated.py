@@ -25,13 +25,15 @@ from k3plan.graphs.load import TORCH_DTYPES
 from k3plan.ops_cute import moe_experts_menu, moe_front_menu
 
 SMALL = replace(kernel_check.K3, hidden=128, latent=128, moe_intermediate=64, shared_experts=1, experts=12, top_k=3)
+# 5 shared experts: 20 and 10 matrix instructions a row on 1 and 2 ranks, for 16 warps
+BESIDE = replace(SMALL, hidden=336, shared_experts=5, experts=6)
 ROUTED = replace(SMALL, experts=64, top_k=5, latent=64)
 
 
 @cache
 def modules() -> dict[str, Any]:
-    return warp_emulator.load(("mxfp4", "moe_parts", "mailbox", "moe_topk", "moe_experts", "moe_front",
-                               "moe_front_sharded"))
+    return warp_emulator.load(("mxfp4", "moe_parts", "mailbox", "moe_topk", "moe_experts_copy", "moe_experts",
+                               "moe_front", "moe_front_sharded"))
 
 
 def region_of(kernels: Any, setting: Setting) -> Region:
@@ -46,13 +48,10 @@ def tensors_of(region: Region, inputs: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def check(module: str, region: Region, setting: Setting, config: Mapping[str, Any], blocks: int,
-          change: Any = lambda inputs: None) -> None:
-    """Two launches with fresh inputs, changed by ``change``, through one binding."""
-    made = modules()[module]
-    made.multiprocessors = lambda device: blocks
+          change: Any = lambda inputs: None) -> dict[str, torch.Tensor]:
+    """Two launches with fresh inputs, changed by ``change``, through one binding. Returns the tensors of the second."""
     tensors = tensors_of(region, kernel_check.make_inputs(region, setting, 0, "cpu"))
-    scratch = {name: allocate(one, "cpu") for name, one in scratch_of(region, config).items()}
-    launch = made.bind(make_call(arguments_of(region), tensors, scratch=scratch, config=config))
+    launch, scratch = bind(module, region, tensors, config, blocks)
     for seed in range(2):
         for name, fresh in kernel_check.make_inputs(region, setting, seed, "cpu").items():
             tensors[name].copy_(fresh)
@@ -62,6 +61,16 @@ def check(module: str, region: Region, setting: Setting, config: Mapping[str, An
         before = {name: tensors[name].clone() for name in region.inputs}
         warp_emulator.run(launch, [*tensors.values(), *scratch.values()], seed)
         kernel_check._compare(Case(region.kernel.id, region, config, setting), before, tensors, seed)
+    return tensors
+
+
+def bind(module: str, region: Region, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any],
+         blocks: int) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The launch, and its workspace."""
+    made = modules()[module]
+    made.multiprocessors = lambda device: blocks
+    scratch = {name: allocate(one, "cpu") for name, one in scratch_of(region, config).items()}
+    return made.bind(make_call(arguments_of(region), tensors, scratch=scratch, config=config)), scratch
 
 
 @pytest.mark.parametrize(("rows", "tp", "experts", "numerics", "bulk"), [
@@ -69,8 +78,35 @@ def check(module: str, region: Region, setting: Setting, config: Mapping[str, An
     (8, 2, "ep", kernel_check.PLAIN, True)], ids=["one-row", "mxfp8-lanes", "whole-experts"])
 def test_experts(rows: int, tp: int, experts: str, numerics: Any, bulk: bool) -> None:
     setting = Setting("small", SMALL, tp, rows, 1, experts, numerics)
-    region = region_of(moe_experts_menu.KERNELS, setting)
+    region = region_of(moe_experts_menu.KERNELS[:1], setting)
     check("moe_experts", region, setting, {"slots": 2, "bulk": bulk}, blocks=3)
+
+
+@pytest.mark.parametrize(("rows", "tp", "experts", "bulk", "slots", "blocks"), [
+    (1, 1, "tp", True, 2, 3), (2, 2, "tp", False, 3, 4), (8, 2, "ep", True, 2, 5), (8, 1, "tp", False, 2, 3)])
+def test_experts_and_the_shared_product_beside(rows: int, tp: int, experts: str, bulk: bool, slots: int,
+                                               blocks: int) -> None:
+    """Both are right, and the experts' part is to the bit what they make alone."""
+    setting = Setting("small", BESIDE, tp, rows, 1, experts, kernel_check.PLAIN if bulk else kernel_check.FP8)
+    config = {"slots": slots, "bulk": bulk}
+    alone, both = (region_of([kernel], setting) for kernel in moe_experts_menu.KERNELS)
+    tensors = check("moe_experts", both, setting, config, blocks)
+    own = {name: tensors[name] for name in alone.inputs} | {
+        name: torch.full_like(tensors[name], torch.nan) for name in alone.outputs}
+    launch, scratch = bind("moe_experts", alone, own, config, blocks)
+    warp_emulator.run(launch, [*own.values(), *scratch.values()], 7)
+    assert set(both.outputs) == {*alone.outputs, both.binding["s"]}
+    assert all(torch.equal(own[name], tensors[name]) for name in alone.outputs)
+
+
+@pytest.mark.parametrize("bulk", [True, False], ids=["rows", "lanes"])
+def test_a_rank_without_experts_of_the_step_has_the_shared_product(bulk: bool) -> None:
+    setting = Setting("small", BESIDE, 2, 2, 1, "ep")
+    region = region_of(moe_experts_menu.KERNELS[1:], setting)
+    tensors = check("moe_experts", region, setting, {"slots": 2, "bulk": bulk}, 3,
+                    change=lambda inputs: inputs["ids"].fill_(0))
+    assert not tensors[region.binding["out"]].any()
+    assert tensors[region.binding["s"]].any()
 
 
 def test_front() -> None:

@@ -45,6 +45,13 @@ def store_words(at: Any, words: Sequence[Any], *, guard: Any = None) -> None:
     machine._machine[-1].stores += 1
 
 
+def store_half(at: Any, word: Any, *, guard: Any = None) -> None:
+    wanted = _wanted(guard)
+    content = np.ascontiguousarray(word.a.astype(np.int32)[wanted]).view(np.uint8).reshape(-1, 4)[:, :2]
+    machine._machine[-1].memory[_places(at, 2, wanted)] = content
+    machine._machine[-1].stores += 1
+
+
 def load_number(at: Any, kind: Any = Int32) -> Any:
     wanted, found = _wanted(None), np.zeros(32, kind.dtype)
     content = machine._machine[-1].memory[_places(at, found.itemsize, wanted)]

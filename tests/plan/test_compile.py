@@ -200,6 +200,25 @@ def test_every_algebra_costs_what_auto_said() -> None:
             assert forced.us == pytest.approx(us, rel=1e-4), alternative.choice
 
 
+@pytest.mark.parametrize("query", [1, 2, 8])
+def test_layers_have_as_many_launches_as_promised(query: int) -> None:
+    """GB300, TP16: 7 in a KDA + MoE layer, 8 in an MLA + MoE layer; the shared expert is inside the experts' grid."""
+    plan = compile_spec(load_spec(K3, (f"step.query={query}",)), kernels(), tuning("gb300"))
+    attention, mlp = plan.spec.model.attention, plan.spec.model.mlp
+    for layer in range(2, len(mlp) - 1):
+        launches = [launch for launch in plan.launches if launch.layer == layer]
+        assert mlp[layer] == "moe"
+        assert len(launches) == (7 if attention[layer] == "kda" else 8), layer
+        assert [plan.choices[launch.choice].kernel for launch in launches][-2] == "cute.moe_experts_shared"
+
+
+def test_a_kernel_that_was_never_timed_leaves_the_h200_its_timed_ones() -> None:
+    for query in (1, 8):
+        path = K3.with_name("k3-h200-tp16.yaml")
+        plan = compile_spec(load_spec(path, ("model.layers=[1, 3]", f"step.query={query}")), kernels(), tuning("h200"))
+        assert not {c.kernel for c in plan.choices} & {"cute.moe_experts", "cute.moe_experts_shared"}
+
+
 def test_a_configuration_is_told_in_words() -> None:
     assert settings({"rows": 4, "block": 1024, "warps": 8}) == "rows 4, block 1024, warps 8"
     assert settings({"form": "dot", "armed": True, "dedupe": False}) == "form dot, armed, not dedupe"
