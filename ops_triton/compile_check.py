@@ -53,15 +53,20 @@ def kernels_of(launch: Any) -> Iterator[KernelLaunch]:
             yield from kernels_of(one)
 
 
-def compile_launch(launch: KernelLaunch, target: str) -> Usage:
-    """Compiles one launch for a key of ``TARGETS``. Triton caches the result by content."""
+def compile_for(launch: KernelLaunch, target: str) -> Any:
+    """Triton's compiled kernel of one launch for a key of ``TARGETS``. Triton caches the result by content."""
     backend = TARGETS[target].backend
     options = {k: v for k, v in launch.options.items() if backend == "cuda" or k != "launch_pdl"}
     options |= {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
     if backend != "cuda":
         del options["enable_fp_fusion"]
-    compiled = triton.compile(_source(launch, backend), target=TARGETS[target], options=options)
-    if backend == "cuda":
+    return triton.compile(_source(launch, backend), target=TARGETS[target], options=options)
+
+
+def compile_launch(launch: KernelLaunch, target: str) -> Usage:
+    """What one launch would use on ``target``."""
+    compiled = compile_for(launch, target)
+    if TARGETS[target].backend == "cuda":
         registers, spilled = _cubin_usage(compiled.asm["cubin"])
     else:
         registers, spilled = _gcn_usage(compiled.asm["amdgcn"])

@@ -38,6 +38,9 @@ from .moe_tiles import (
     scale_of,
 )
 
+# read before the wait although a kernel of this step wrote it: see Waits
+EARLY = ("ids_ptr",)
+
 
 @dataclass(frozen=True)
 class Config:
