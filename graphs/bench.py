@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..compiler.cost import Traffic, traffic
+from ..compiler.errors import BindError
 from ..compiler.ir import Value
 from ..compiler.kernel import Region
 from .capture import no_garbage_collection, replay_us
@@ -68,6 +69,13 @@ def time_region(region: Region, config: Mapping[str, Any] | None = None, *, depe
     torch.cuda.synchronize()
     calls = sets * math.ceil(CALLS / sets)
     return Timing(_replay_us(launches, calls), moved, config, sets)
+
+
+def require_gpu(command: str) -> None:
+    """Raises BindError on a machine without a GPU; ``command`` is what asked."""
+    if not torch.cuda.is_available():
+        raise BindError(f"{command} times on a GPU and this machine has none that torch can use\n"
+                        f"  fix: run {command} where the GPU is")
 
 
 def _is_choice(value: Value) -> bool:

@@ -119,10 +119,12 @@ def tune(plan: PlanFile, out: Annotated[Path, typer.Option(help="Table to write;
     """Time every configuration of every kernel at the shapes of a plan file on this machine's GPUs; write the table."""
     from .compiler.reading.source import load_spec
     from .face import kernels
+    from .graphs.bench import require_gpu
     from .graphs.tune import describe, merge_tables, source_text, table
     from .graphs.tune_pool import Workload
     from .graphs.tune_pool import tune as time_all
 
+    require_gpu("k3plan tune")
     work = Workload(load_spec(plan, set_ or ()), _sizes(rows), only, kernels, most)
     outcomes = []
     for outcome in time_all(work, seconds=seconds, say=typer.echo):
@@ -150,9 +152,12 @@ def bench(plan: PlanFile, set_: Overrides = None,
           rows: Annotated[str, typer.Option(help="Sequences x verify rows.")] = "1x1,1x8,8x1,64x1") -> None:
     """Time one rank's whole step on this GPU: random weights, loopback transport, one CUDA graph."""
     from .face import compile_plan
+    from .graphs.bench import require_gpu
     from .graphs.bench_step import time_step
 
-    for sequences, query in _sizes(rows):
+    sizes = _sizes(rows)
+    require_gpu("k3plan bench")
+    for sequences, query in sizes:
         for profile in profiles.split(","):
             settings = [f"step.sequences={sequences}", f"step.query={query}", f"profile={profile}"]
             timing = time_step(compile_plan(plan, [*(set_ or ()), *settings]))

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 K3 = "examples/k3-gb300-tp16.yaml"
+H200 = "examples/k3-h200-tp16.yaml"
 
 
 def k3plan(*args: str | Path, code: int = 0) -> str:
@@ -163,3 +165,17 @@ def test_schema_is_json() -> None:
 def test_doctor_speaks() -> None:
     assert "torch" in k3plan("doctor")
     assert json.loads(k3plan("doctor", "--json"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("command", [("bench",), ("tune", "--out", "table.json")], ids=lambda words: words[0])
+def test_timing_without_a_gpu_says_so(command: tuple[str, ...], tmp_path: Path) -> None:
+    name, *options = command
+    text = k3plan(name, H200, *options, code=2)
+    assert f"k3plan {name} times on a GPU and this machine has none" in text
+    assert f"fix: run k3plan {name} where the GPU is" in text
+
+
+def test_rows_are_sequences_and_verify_rows() -> None:
+    text = k3plan("bench", H200, "--rows", "8", code=2)
+    assert "'8' is not SEQUENCES x ROWS, such as 8x1" in text
