@@ -7,13 +7,13 @@ it. ``q = rms_norm(q_a) q_b^T`` for q_b bf16 [H*(n + r), q]; per head ``query = 
 R + r]), divided by ``kv_scale``, saturated at 448 in fp8. Rows whose position or page is negative write no entry.
 ``mla_absorb_v``: ``o = x w_uv^T`` per head, times ``sigmoid(gate)`` where there is a gate.
 
-Layout of the query: grid (parts + 1, heads). The blocks of a head share its rows of ``q_b``; each keeps its rows of
-the weight in registers and takes 16 step rows at a time, one to four on multiply-adds, more on the matrix units with K
-split over the warps. The norm is a factor of the row and is applied to the sum. With ``absorb`` they then exchange the
-head's n values through a mailbox of 8-byte words, the fp32 bits below an epoch, so that value and flag arrive
-together and nothing is zeroed between launches; each block takes R / parts columns of the latent. The epoch of a head
-is counted up by its last block, after the exchange that every block entered having read it. The blocks of part
-``parts`` append the cache entries.
+Layout of the query: grid (parts + 1, heads). The blocks of a head share its rows of ``q_b``, with ``absorb`` in turn;
+each keeps its own in registers and takes 16 step rows at a time, one to four on multiply-adds, more on the matrix
+units with K split over the warps. The norm is a factor of the row and is applied to the sum. With ``absorb`` they
+then exchange the head's n values through a mailbox of 8-byte words, the fp32 bits below an epoch, so that value and
+flag arrive together and nothing is zeroed between launches; each block takes R / parts columns of the latent. The
+epoch of a head is counted up by its last block, after the exchange that every block entered having read it. The
+blocks of part ``parts`` append the cache entries.
 
 Waits: all weights are loaded before the wait; rows, caches and mailboxes are touched after it. The trigger is the
 first instruction. Blocks of one head spin on each other: the grid must fit the device at once (at most 32 parts + 1
@@ -185,6 +185,9 @@ def _build_query(front, q_norm, q_b, kv_norm, w_uk, cache, positions, page_table
         i = tl.arange(0, RP)
         k = tl.arange(0, KB)[:, None] * KW + tl.arange(0, KW)[None, :]
         mine = part * OWN + i  # of the head's rows of q_b
+        if ABSORB:
+            # in turn, so that every block sends words: the last one ends only after all have read the epoch
+            mine = i * PARTS + part
         whole = (i < OWN) & (mine < PER_HEAD)
         at = q_b + (head * PER_HEAD + mine)[None, :, None] * K + k[:, None, :]
         weight = tl.load(at, mask=whole[None, :, None] & (k < K)[:, None, :], other=0.0)
@@ -216,7 +219,7 @@ def _build_query(front, q_norm, q_b, kv_norm, w_uk, cache, positions, page_table
                 for start in tl.static_range(0, M, MP):
                     _absorb(out, up, words, head, part, epoch, start, M, MP, HEADS, NOPE, R, REST, COLUMNS, FMA,
                             PRODUCT)
-                # all blocks of the head have read the epoch before they wrote what was awaited
+                # all blocks of the head have read the epoch before they wrote what was awaited, and all write
                 if part == PARTS - 1:
                     tl.store(epochs + head, epoch)
 
@@ -368,6 +371,7 @@ def _query_constants(call: Call, config: QueryConfig, front: torch.Tensor, q_b: 
     own = config.rows if w_uk is None else -(-per_head // config.parts)
     parts = -(-per_head // own) if w_uk is None else config.parts
     assert w_uk is None or latent % parts == 0, f"{parts} parts of {latent} columns"
+    assert w_uk is None or parts <= nope, f"{parts} parts send {nope} values"
     k = padded(columns, 16 * config.warps)
     return {
         "M": rows, "MP": padded(rows) if rows <= FMA_ROWS else STEP_ROWS, "FMA": rows <= FMA_ROWS, "HEADS": heads,
