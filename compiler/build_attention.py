@@ -67,6 +67,11 @@ def _a_log(b: GraphBuilder) -> str:
 def _delta_rule(b: GraphBuilder, q: str, k: str, v: str, decay: str, beta: str, after: list[str]) -> str:
     m, step = b.spec.model, b.spec.step
     heads, width = m.kda_heads, m.kda_head_dim
+    if step.query > 1 and b.spec.choices.kda_rollback == "slots":
+        states = b.storage("state", (step.sequences + 1, step.query, heads, width, width), b.spec.numerics.kda_state,
+                           "state", Axis(KDA_HEADS, 2))
+        return b.apply("kda_verify_slots", ("o", "state_next"), q, k, v, decay, beta, states, *after,
+                       query=step.query)[0]
     state = b.storage("state", (step.sequences + 1, heads, width, width), b.spec.numerics.kda_state, "state",
                       Axis(KDA_HEADS, 1))
     if step.query == 1:

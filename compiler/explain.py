@@ -6,6 +6,7 @@ from typing import Any
 
 from .device import Device, load_device
 from .errors import PlanError
+from .ir import DTYPE_BYTES
 from .plan import Launch, LaunchPlan, PlanChoice
 
 Row = Sequence[str]
@@ -64,6 +65,7 @@ def summarise(plan: LaunchPlan) -> str:
         f"{size(moved)}: floor {floor / 1e3:.3f} ms, "
         f"predicted {plan.us / 1e3:.3f} ms (measured launches: {100 * measured / plan.us:.0f} % of it)",
     ]
+    lines += _rollback(plan)
     if plan.alternatives:
         lines += ["", "algebra (predicted ms a step)", _alternatives(plan)]
     for title, launches in kinds(plan):
@@ -71,6 +73,20 @@ def summarise(plan: LaunchPlan) -> str:
         lines += ["", f"{title}: {len(launches)} launches, {us:.1f} us", launch_table(plan, launches)]
     lines += ["", "fused", *(_fused(plan) or ["  nothing"])]
     return "\n".join(lines)
+
+
+def _rollback(plan: LaunchPlan) -> list[str]:
+    """What a sequence's KDA states take on a rank in a verify step, in both designs."""
+    spec, model = plan.spec, plan.spec.model
+    layers, query = sum(model.attention[layer] == "kda" for layer in spec.layers), spec.step.query
+    if query == 1 or not layers:
+        return []
+    vectors = layers * model.kda_heads // spec.parallel.tp * model.kda_head_dim
+    state = vectors * model.kda_head_dim * DTYPE_BYTES[spec.numerics.kda_state]
+    held = {"record": state + 3 * query * vectors * DTYPE_BYTES["fp32"], "slots": query * state}
+    taken = spec.choices.kda_rollback
+    others = ", ".join(f"{name} {size(count)}" for name, count in held.items() if name != taken)
+    return [f"KDA rollback by {taken}: {size(held[taken])} of states a sequence ({others})"]
 
 
 def _alternatives(plan: LaunchPlan) -> str:

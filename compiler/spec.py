@@ -45,6 +45,7 @@ class Choices:
     moe_tail: str  # "auto" | "all_reduce" | "stripe"
     mla_front: str  # "auto" | "replicated" | "sharded"
     side_stream: str = "off"  # or "auto": launches run beside others where that pays
+    kda_rollback: str = "record"  # or "slots": a state for every row of a verify step
 
 
 @dataclass(frozen=True)

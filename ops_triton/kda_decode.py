@@ -5,9 +5,10 @@ Contract: ``q``, ``k``, ``v``, ``gate`` [T, H*D], ``beta`` [T, H] and ``f_a`` [T
 bf16 [H*D, R]; convolution weights fp32 [H*D, 4]; ``window`` bf16 [slots + 1, L + 2, 3*H*D] and ``state`` fp32 or bf16
 [slots + 1, H, D, D] updated in place; ``y`` bf16 [T, H*D]. For L > 1 also ``record`` fp32 [slots + 1, L, 3, H, D] and
 ``accepted``: the accepted rows of the record are folded into the state, which is then written; the new rows start
-from it and leave only a record. A sequence whose slot is -1 gives zeros and touches nothing; so does a row whose
-position is -1 (its raw inputs do enter the window, as in the op). ``slots``, ``positions`` and ``accepted`` are read
-on the device and must be there before the step's first launch.
+from it and leave only a record. Without a record ``state`` is [slots + 1, L, H, D, D]: the rows start from the state
+behind the accepted one and leave one each. A sequence whose slot is -1 gives zeros and touches nothing; so does a row
+whose position is -1 (its raw inputs do enter the window, as in the op). ``slots``, ``positions`` and ``accepted`` are
+read on the device and must be there before the step's first launch.
 
 Layout: grid (splits, heads, sequences). The rows of a head's state (its value channels) are independent, so ``splits``
 blocks share a head; each keeps its [D / splits, D] of the state in registers and repeats the small work on q, k and
@@ -323,7 +324,7 @@ def _verify(f_a, f_b, q, k, v, gate, beta, window, weight_q, weight_k, weight_v,
             LOWER_BOUND: tl.constexpr, EPS: tl.constexpr, STRIDE_F_A: tl.constexpr, STRIDE_Q: tl.constexpr,
             STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, STRIDE_GATE: tl.constexpr, STRIDE_BETA: tl.constexpr,
             STRIDE_Y: tl.constexpr, WIDEN: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
-            L: tl.constexpr, ROWS: tl.constexpr, PRIVATE: tl.constexpr):
+            L: tl.constexpr, ROWS: tl.constexpr, PRIVATE: tl.constexpr, STATE_A_ROW: tl.constexpr):
     start_dependents(DEPENDENT_LAUNCH)
     V: tl.constexpr = D // SPLITS
     P: tl.constexpr = HEADS * D
@@ -357,9 +358,12 @@ def _verify(f_a, f_b, q, k, v, gate, beta, window, weight_q, weight_k, weight_v,
         q_old = _load_old_rows(window, column, kept - 1, row, CHANNELS)
         k_old = _load_old_rows(window, P + column, kept - 1, row, CHANNELS)
         v_old = _load_old_rows(window, 2 * P + value, kept - 1, row, CHANNELS)
-        state_at = state + slot * (HEADS * D * D) + value[:, None] * D + index[None, :]
-        record += slot * (L * 3 * P) + head * D
-        current = _fold(state_at, record, kept, part, HEADS, D, L)
+        state_at = state + slot * ((L if STATE_A_ROW else 1) * P * D) + value[:, None] * D + index[None, :]
+        if STATE_A_ROW:
+            current = tl.load(state_at + (kept - 1) * (P * D)).to(tl.float32)
+        else:
+            record += slot * (L * 3 * P) + head * D
+            current = _fold(state_at, record, kept, part, HEADS, D, L)
         projection = tl.load(f_b + column[:, None] * R + low[None, :])
         q0, q1, q2, q3 = _taps(_here(q_taps, slot))
         k0, k1, k2, k3 = _taps(_here(k_taps, slot))
@@ -370,7 +374,8 @@ def _verify(f_a, f_b, q, k, v, gate, beta, window, weight_q, weight_k, weight_v,
         rate = tl.exp(rate)
         # a small tile is held by several threads: all must have read it
         tl.debug_barrier()
-        tl.store(state_at, current.to(state.dtype.element_ty))
+        if not STATE_A_ROW:
+            tl.store(state_at, current.to(state.dtype.element_ty))
         await_producers(DEPENDENT_LAUNCH)
 
         live = tl.load(positions + first_row + row, mask=row < L, other=-1) >= 0
@@ -403,11 +408,14 @@ def _verify(f_a, f_b, q, k, v, gate, beta, window, weight_q, weight_k, weight_v,
             current += error[:, None] * key[None, :]
             out = tl.sum(current * query[None, :], axis=1)
             _store_sums(mixed + ((first_row + t) * P + value) * 4, out, error, index)
+            if STATE_A_ROW:
+                tl.store(state_at + t * (P * D), current.to(state.dtype.element_ty))
             query, key, decay, target, strength = q_next, k_next, d_next, v_next, b_next
 
         last = _arrive(arrivals, sequence * HEADS + head, SPLITS)
-        errors = tl.load(mixed + ((first_row + row)[:, None] * P + value[None, :]) * 4 + 1, mask=inside, other=0.0)
-        tl.store(record + row[:, None] * (3 * P) + part[None, :], errors, mask=inside)
+        if not STATE_A_ROW:
+            errors = tl.load(mixed + ((first_row + row)[:, None] * P + value[None, :]) * 4 + 1, mask=inside, other=0.0)
+            tl.store(record + row[:, None] * (3 * P) + part[None, :], errors, mask=inside)
         _push_rows(window, 2 * P + value, kept, x_v, row, L, CHANNELS)
         if last:
             x_gate = tl.load(gate + (first_row + row)[:, None] * STRIDE_GATE + column[None, :], mask=inside, other=0.0)
@@ -421,8 +429,9 @@ def _verify(f_a, f_b, q, k, v, gate, beta, window, weight_q, weight_k, weight_v,
             tl.store(y + row[:, None] * STRIDE_Y + column[None, :], normed.to(y.dtype.element_ty), mask=inside)
             _push_rows(window, column, kept, x_q, row, L, CHANNELS)
             _push_rows(window, P + column, kept, x_k, row, L, CHANNELS)
-            tl.store(record + P + row[:, None] * (3 * P) + index[None, :], keys, mask=inside)
-            tl.store(record + 2 * P + row16[:, None] * (3 * P) + index[None, :], log_decay, mask=inside16)
+            if not STATE_A_ROW:
+                tl.store(record + P + row[:, None] * (3 * P) + index[None, :], keys, mask=inside)
+                tl.store(record + 2 * P + row16[:, None] * (3 * P) + index[None, :], log_decay, mask=inside16)
 
 
 INPUTS = ("f_a", "f_b", "q", "k", "v", "gate", "beta", "window", "weight_q", "weight_k", "weight_v", "a_log",
@@ -434,15 +443,18 @@ def bind(call: Call) -> KernelLaunch:
     """The launch for ``call``; pattern names as in ``kda_decode_menu.py``."""
     config = Config(**call.config)
     query = call.attrs["q_act"]["query"]
-    names = INPUTS if query == 1 else (*INPUTS, "record", "accepted")
+    names = INPUTS if query == 1 else (*INPUTS, "accepted")
     tensors = {name: call.tensors[name] for name in names}
+    if query > 1:
+        tensors["record"] = call.tensors.get("record", tensors["state"])
     constants = _constants(call, config, query)
     _check(tensors, constants, query)
     scratch = ("mixed", "arrivals") if query == 1 else ("private", "mixed", "arrivals")
     tensors |= {name: call.scratch.get(name, tensors["y"]) for name in scratch}
     if query > 1:
         constants |= {"L": query, "ROWS": 1 << (query - 1).bit_length(),
-                      "PRIVATE": private_rows(query, constants["D"], config.splits)}
+                      "PRIVATE": private_rows(query, constants["D"], config.splits),
+                      "STATE_A_ROW": "record" not in call.tensors}
     grid = (config.splits, constants["HEADS"], tensors["slots"].shape[0])
     return KernelLaunch(_decode if query == 1 else _verify, grid, tensors, constants, config.warps, 1,
                         launch_options(call.dependent_launch))
@@ -454,7 +466,7 @@ def _stride(rows: torch.Tensor) -> int:
 
 
 def _constants(call: Call, config: Config, query: int) -> dict[str, Any]:
-    _, heads, width, _ = call.tensors["state"].shape
+    heads, width, _ = call.tensors["state"].shape[-3:]
     assert width % config.splits == 0, f"{config.splits} splits of {width} values"
     assert config.splits == 1 or call.scratch, "a split needs its scratch"
     return {
@@ -473,6 +485,7 @@ def _check(tensors: dict[str, torch.Tensor], constants: dict[str, Any], query: i
     assert tensors["window"].shape[1:] == (TAPS + query - 2, 3 * heads * width), f"window {tensors['window'].shape}"
     assert tensors["f_b"].shape[0] == heads * width, f"f_b {tensors['f_b'].shape}"
     if query > 1:
-        assert tensors["record"].shape[1:] == (query, 3, heads, width), f"record {tensors['record'].shape}"
+        kept = (query, heads, width, width) if tensors["record"] is tensors["state"] else (query, 3, heads, width)
+        assert tensors["record"].shape[1:] == kept, f"record or states {tensors['record'].shape}"
     for name, tensor in tensors.items():
         assert name in ROW_INPUTS or tensor.is_contiguous(), f"{name} is strided: {tensor.shape} {tensor.stride()}"

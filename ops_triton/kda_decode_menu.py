@@ -28,11 +28,14 @@ DECODE = PATTERN.format(
 VERIFY = PATTERN.format(
     after=", accepted", record=", record_next",
     rule="kda_verify(q_act, k_act, v_act, decay, beta, state, record, slots, positions, accepted)")
+VERIFY_SLOTS = PATTERN.format(
+    after=", accepted", record="",
+    rule="kda_verify_slots(q_act, k_act, v_act, decay, beta, state, slots, positions, accepted)")
 
 
 def _sizes(region: Region) -> tuple[int, int, int, int]:
     """Sequences, query rows, heads and head width."""
-    _, heads, width, _ = region.value("state").shape
+    heads, width, _ = region.value("state").shape[-3:]
     return region.value("slots").shape[0], region.attrs("kda_conv")["query"], heads, width
 
 
@@ -80,8 +83,8 @@ def needs(region: Region) -> str | None:
     low = region.value("f_b").shape[1]
     if width & (width - 1) or not 16 <= width <= 256:
         return f"head width {width} is not a power of two from 16 to 256"
-    if region.value("state").shape[3] != width:
-        return f"key width {region.value('state').shape[3]}, value width {width}"
+    if region.value("state").shape[-1] != width:
+        return f"key width {region.value('state').shape[-1]}, value width {width}"
     if low & (low - 1) or not 16 <= low <= 256:
         return f"{low} inputs of the gate projection are not a power of two from 16 to 256"
     if region.value("weight_q").shape[1] != TAPS:
@@ -90,7 +93,7 @@ def needs(region: Region) -> str | None:
         return f"the output norm is over {region.value('norm').shape[0]} values, a head has {width}"
     if query > QUERY:
         return f"{query} rows a sequence, at most {QUERY} are unrolled"
-    if (region.has("kda_verify")) != (query > 1):
+    if region.has("kda_delta_rule") != (query == 1):
         return "a verify step of one row"
     for name in ("q", "k", "v", "gate", "beta", "f_a", "f_b", "window"):
         if region.value(name).dtype != "bf16":
@@ -108,4 +111,6 @@ KERNELS: tuple[KernelDef, ...] = (
     KernelDef(id="triton.kda_verify", pattern=VERIFY, entry=ENTRY, rows=ROWS, needs=needs, scratch=scratch,
               configs=configs,
               note="the same for 2 to 8 rows a sequence, with the accepted rows of the previous step folded in"),
+    KernelDef(id="triton.kda_verify_slots", pattern=VERIFY_SLOTS, entry=ENTRY, rows=ROWS, needs=needs, scratch=scratch,
+              configs=configs, note="the same from the accepted row's state, every row's state kept"),
 )

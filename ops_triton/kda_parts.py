@@ -1,10 +1,10 @@
 """The ops of Kimi delta attention one a launch: short convolution, decay gate, delta rule of one row or of several.
 
 Contract: as the ops say. ``q``, ``k``, ``v``, ``raw``, ``beta`` and ``log_decay`` are bf16 or fp32 rows with any row
-stride; ``window`` [slots + 1, L + 2, 3P], ``state`` [slots + 1, H, V, K] and ``record`` fp32 [slots + 1, L, 3, H, K]
-are contiguous and updated in place. Outputs are written for every row: zeros where the position is -1 and where the
-sequence has no slot. A sequence without a slot leaves window, state and record alone; a padding row of one with a slot
-enters window and record, as in the op, and never the state.
+stride; ``window`` [slots + 1, L + 2, 3P], ``state`` [slots + 1, H, V, K] and ``record`` fp32 [slots + 1, L, 3, H, K],
+or ``state`` [slots + 1, L, H, V, K] alone, are contiguous and updated in place. Outputs are written for every row:
+zeros where the position is -1 and where the sequence has no slot. A sequence without a slot leaves window, state and
+record alone; a padding row of one with a slot enters window and record, as in the op, and never the state.
 
 Layout: convolution (channels, one of q, k and v, sequence), a thread keeps its channel's taps and the sliding window in
 registers; delta rule (splits, head, sequence): the rows of a head's state are independent, so ``splits`` blocks share
@@ -263,6 +263,47 @@ def _verify(q, k, v, log_decay, beta, state, slots, positions, o, record, accept
                      tl.zeros((V // SPLITS,), tl.float32).to(o.dtype.element_ty))
 
 
+@triton.jit
+def _verify_slots(q, k, v, log_decay, beta, state, slots, positions, o, accepted, HEADS: tl.constexpr,
+                  V: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr, STRIDE_Q: tl.constexpr,
+                  STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, STRIDE_DECAY: tl.constexpr,
+                  STRIDE_BETA: tl.constexpr, STRIDE_O: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, L: tl.constexpr):
+    """From the accepted row's state, and every row's state is written."""
+    start_dependents(DEPENDENT_LAUNCH)
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    part = tl.program_id(0) * (V // SPLITS) + tl.arange(0, V // SPLITS)
+    index = tl.arange(0, K)
+    column = head * K + index
+    value = head * V + part
+    first_row = sequence * L
+    slot = tl.load(slots + sequence).to(tl.int64)
+    if slot >= 0:
+        kept = tl.minimum(tl.maximum(tl.load(accepted + sequence), 1), L)
+        at = state + slot * (L * HEADS * V * K) + value[:, None] * K + index[None, :]
+        current = tl.load(at + (kept - 1) * (HEADS * V * K)).to(tl.float32)
+        await_producers(DEPENDENT_LAUNCH)
+        # a small tile is held by several threads: all must have read it
+        tl.debug_barrier()
+        for t in range(L):
+            row = first_row + t
+            x_q = tl.load(q + row * STRIDE_Q + column).to(tl.float32)
+            x_k = tl.load(k + row * STRIDE_K + column).to(tl.float32)
+            x_v = tl.load(v + row * STRIDE_V + value).to(tl.float32)
+            x_decay = tl.load(log_decay + row * STRIDE_DECAY + column).to(tl.float32)
+            strength = tl.load(beta + row * STRIDE_BETA + head).to(tl.float32)
+            live = tl.load(positions + row) >= 0
+            out, _, updated = _row(current, x_q, x_k, x_v, x_decay, strength, SCALE)
+            tl.store(o + row * STRIDE_O + value, tl.where(live, out, 0.0).to(o.dtype.element_ty))
+            current = tl.where(live, updated, current)
+            tl.store(at + t * (HEADS * V * K), current.to(state.dtype.element_ty))
+    else:
+        await_producers(DEPENDENT_LAUNCH)
+        for t in range(L):
+            tl.store(o + (first_row + t) * STRIDE_O + value,
+                     tl.zeros((V // SPLITS,), tl.float32).to(o.dtype.element_ty))
+
+
 def bind_conv(call: Call) -> KernelLaunch:
     """The launch of ``kda_conv``, with or without ``accepted``."""
     config = ConvConfig(**call.config)
@@ -309,12 +350,12 @@ def bind_gate(call: Call) -> KernelLaunch:
 
 
 def bind_rule(call: Call) -> KernelLaunch:
-    """The launch of ``kda_delta_rule`` or of ``kda_verify``."""
+    """The launch of ``kda_delta_rule``, ``kda_verify`` or ``kda_verify_slots``."""
     config = RuleConfig(**call.config)
     query = call.attrs["o"].get("query", 0)
     names = ("q", "k", "v", "log_decay", "beta", "state", "slots", "positions", "o")
     tensors = {name: call.tensors[name] for name in names}
-    sequences, (_, heads, values, keys) = tensors["slots"].shape[0], tensors["state"].shape
+    sequences, (heads, values, keys) = tensors["slots"].shape[0], tensors["state"].shape[-3:]
     assert tensors["q"].shape == (sequences * max(query, 1), heads * keys), f"q {tensors['q'].shape}"
     assert tensors["v"].shape == (sequences * max(query, 1), heads * values), f"v {tensors['v'].shape}"
     assert tensors["state"].is_contiguous(), f"state is strided: {tensors['state'].stride()}"
@@ -324,8 +365,13 @@ def bind_rule(call: Call) -> KernelLaunch:
         **{f"STRIDE_{name.upper()}": row_stride(tensors[name]) for name in ("q", "k", "v", "beta", "o")},
         "STRIDE_DECAY": row_stride(tensors["log_decay"]), "DEPENDENT_LAUNCH": call.dependent_launch,
     }
-    kernel = _verify if query else _delta_rule
-    if query:
+    if not query:
+        kernel = _delta_rule
+    elif "record" not in call.tensors:
+        kernel, tensors["accepted"], constants["L"] = _verify_slots, call.tensors["accepted"], query
+        assert tensors["state"].shape[1] == query, f"{tensors['state'].shape[1]} states of {query} rows"
+    else:
+        kernel = _verify
         tensors["record"], tensors["accepted"] = call.tensors["record"], call.tensors["accepted"]
         tensors["arrivals"] = call.scratch.get("arrivals", tensors["slots"])
         shape = (query, 3, heads, keys)

@@ -33,12 +33,12 @@ def _gate_configs(region: Region) -> list[dict[str, Any]]:
 def _rule_configs(region: Region) -> list[dict[str, Any]]:
     """``splits`` blocks a head: the most of one wave first."""
     sequences = region.value("slots").shape[0]
-    _, heads, values, keys = region.value("state").shape
+    heads, values, keys = region.value("state").shape[-3:]
     splits = [s for s in SPLITS if values // s >= VALUES]
     fitting = [s for s in splits if sequences * heads * s <= WAVE] or splits[:1]
     order = sorted(splits, key=lambda s: (abs(s.bit_length() - fitting[-1].bit_length()), s))
     found = [{"splits": s, "warps": w} for s in order for w in (4, 8)]
-    most = ROWS_THREAD_VALUES if region.has("kda_verify") else THREAD_VALUES
+    most = THREAD_VALUES if region.has("kda_delta_rule") else ROWS_THREAD_VALUES
     return [c for c in found if values * keys <= c["splits"] * c["warps"] * 32 * most] or found[-1:]
 
 
@@ -58,11 +58,12 @@ def _needs_conv(region: Region) -> str | None:
 
 
 def _needs_rule(region: Region) -> str | None:
-    for what, width in zip(("values", "keys"), region.value("state").shape[2:], strict=True):
+    for what, width in zip(("values", "keys"), region.value("state").shape[-2:], strict=True):
         if width & (width - 1) or not 16 <= width <= 256:
             return f"{width} {what} a head are not a power of two from 16 to 256"
-    if region.has("kda_verify") and region.attrs("kda_verify")["query"] > QUERY:
-        return f"{region.attrs('kda_verify')['query']} rows a sequence, at most {QUERY} are unrolled"
+    query = region.nodes[0].attrs.get("query", 1)
+    if query > QUERY:
+        return f"{query} rows a sequence, at most {QUERY} are unrolled"
     return needs_floats(region)
 
 
@@ -89,4 +90,7 @@ KERNELS: tuple[KernelDef, ...] = (
                       "-> o, state_next, record_next",
               entry=ENTRY + "bind_rule", scratch=_verify_scratch,
               note="the rows of a verify step, after the accepted ones of the step before"),
+    KernelDef(id="triton.kda_delta_rule_slots", rows=ROWS, needs=_needs_rule, configs=_rule_configs,
+              pattern=f"o, state_next = kda_verify_slots({ROWS_OF_STEP}, slots, positions, accepted)\n-> o, state_next",
+              entry=ENTRY + "bind_rule", note="the same, from the accepted row's state, every row's state kept"),
 )

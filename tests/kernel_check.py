@@ -55,6 +55,7 @@ PLAIN = Numerics("bf16", "bf16", 1.0, "fp32", "bf16")
 FP8 = Numerics("bf16", "fp8_e4m3", 0.25, "bf16", "mxfp8")
 WHOLE = Choices("replicated", "all_reduce", "replicated")
 SHARDED = Choices("sharded", "stripe", "sharded")
+SLOTS = Choices("replicated", "all_reduce", "replicated", kda_rollback="slots")
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ SETTINGS = (
     Setting("k3-deep-S2", K3_DEEP, 2, 2, 1),
     Setting("k3-wide-S2", K3_WIDE, 1, 2, 1, numerics=FP8),
     Setting("k3-wide-tp2-L8", K3_WIDE, 2, 1, 8),
+    Setting("k3-slots-tp2-S2xL4", replace(K3, attention=("kda",), mlp=("dense",)), 2, 2, 4, choices=SLOTS),
+    Setting("k3-wide-slots-tp2-L8", replace(K3_WIDE, attention=("kda",), mlp=("dense",)), 2, 1, 8, choices=SLOTS),
     Setting("linear-S2", LINEAR, 1, 2, 1),
     Setting("linear-tp2-S8", LINEAR, 2, 8, 1, "ep"),
     Setting("linear-L2", LINEAR, 1, 1, 2),
@@ -265,6 +268,7 @@ SCALE: dict[tuple[str, int], Callable[[Tensor], Tensor]] = {
     ("kda_conv", 4): lambda x: 0.5 * x, ("kda_conv", 5): lambda x: 0.5 * x, ("kda_conv", 6): lambda x: 0.5 * x,
     ("kda_gate", 1): lambda x: 0.5 * x, ("kda_gate", 2): lambda x: 0.5 * x - 1,
     ("kda_delta_rule", 3): lambda x: -x.abs(), ("kda_verify", 3): lambda x: -x.abs(),
+    ("kda_verify_slots", 3): lambda x: -x.abs(), ("kda_verify_slots", 5): lambda x: 0.3 * x,
     ("kda_delta_rule", 5): lambda x: 0.3 * x, ("kda_verify", 5): lambda x: 0.3 * x,
     ("kda_verify", 6): _record,
     ("router_topk", 1): lambda x: 0.1 * x,

@@ -4,8 +4,10 @@ Rows of a step are ``[sequences, query]`` flattened. ``slots`` i32 [S] names eac
 none; ``positions`` i32 [T] is -1 on padding rows. States have one slot more than a caller may name: the last
 is scratch, so that padding has a place to write without a branch on the host.
 
-With ``query`` above 1 (a verify step) nothing that a draft row does is final. The step keeps a record of its
-rows, and ``accepted`` i32 [S] of the NEXT step (1..query, at least the first row) says how many to fold in.
+With ``query`` above 1 (a verify step) nothing that a draft row does is final, and ``accepted`` i32 [S] of the NEXT
+step (1..query, at least the first row) says how many rows are. There are two ways to roll back: ``kda_verify`` keeps a
+record of the step's rows, of which the next step folds in the accepted ones; ``kda_verify_slots`` keeps the state
+behind every row, of which the next step reads the accepted one's.
 """
 from __future__ import annotations
 
@@ -88,9 +90,9 @@ def kda_gate(
 
 def _check_delta(inputs: Sequence[Value]) -> None:
     q, v, log_decay, beta, state = inputs[0], inputs[2], inputs[3], inputs[4], inputs[5]
-    heads = state.shape[1]
+    heads, values, keys = state.shape[-3:]
     expect(q.shape == log_decay.shape and beta.shape[1] == heads, "delta rule: rows")
-    expect(v.shape[1] == heads * state.shape[2] and q.shape[1] == heads * state.shape[3], "delta rule: heads")
+    expect(v.shape[1] == heads * values and q.shape[1] == heads * keys, "delta rule: heads")
 
 
 def _infer_delta(inputs: Sequence[Value], attrs: Attrs) -> list[Shaped]:
@@ -152,6 +154,43 @@ def kda_verify(
     out, _, rows = _recur(q, k, v, log_decay, beta, current, positions, query)
     record.index_copy_(0, slot, rows.to(record.dtype))
     return out, state, record
+
+
+def _infer_slots(inputs: Sequence[Value], attrs: Attrs) -> list[Shaped]:
+    expect(inputs[5].shape[1] == attrs["query"], "kda_verify_slots: states of a sequence")
+    return _infer_delta(inputs, attrs)
+
+
+def _count_slots(inputs: Sequence[Value], outputs: Sequence[Value], attrs: Attrs) -> Traffic:
+    """One state of a sequence is read, one a row is written."""
+    state, sequences = outputs[1], inputs[0].shape[0] // attrs["query"]
+    rows = sum(v.nbytes for v in inputs[:5]) + outputs[0].nbytes
+    touched = sequences * (1 + attrs["query"]) * (state.nbytes // math.prod(state.shape[:2]))
+    return Traffic(rows + touched, 8 * math.prod(state.shape[2:]) * inputs[0].shape[0])
+
+
+@op(infer=_infer_slots, place=split_along((1,) * 5 + (2,), (1, 2)), count=_count_slots, alias={1: 5}, outputs=2,
+    aten=259)
+def kda_verify_slots(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor,
+    state: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, accepted: torch.Tensor, *, query: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``kda_delta_rule`` over ``query`` rows of each sequence in order, each row's state kept.
+
+    state [slots + 1, query, H, V, K] holds the states behind the rows of the previous step. The rows start from
+    number ``accepted`` of them and replace them all. Behind a padding row stands the state before it.
+    """
+    slot = torch.where(slots < 0, state.shape[0] - 1, slots).long()
+    current = state[slot, accepted.long().clamp(1, query) - 1].float()
+    rows = [x.unflatten(0, (-1, query)) for x in (q, k, v, log_decay, beta, positions)]
+    outs, states = [], []
+    for t in range(query):
+        row_q, row_k, row_v, row_decay, row_beta, live = (x[:, t] for x in rows)
+        out, current, _ = _recur(row_q, row_k, row_v, row_decay, row_beta, current, live, 1)
+        outs.append(out)
+        states.append(current)
+    state.index_copy_(0, slot, torch.stack(states, 1).to(state.dtype))
+    return torch.stack(outs, 1).flatten(0, 1), state
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,9 @@ class ChoicesSection(Section):
     side_stream: Literal["off", "auto"] = Field(
         default="off", description="auto: launches that nothing waits for yet run beside others, where that pays."
     )
+    kda_rollback: Literal["record", "slots"] = Field(
+        default="record", description="How a verify step takes rows back: one state and a record, or a state a row."
+    )
 
 
 class CaptureSection(Section):

@@ -33,6 +33,7 @@ PLAIN = Numerics("bf16", "bf16", 1.0, "fp32", "bf16")
 FP8 = Numerics("bf16", "fp8_e4m3", 0.25, "bf16", "mxfp8")
 WHOLE = Choices("replicated", "all_reduce", "replicated")
 SHARDED = Choices("sharded", "stripe", "replicated")
+SLOTS = Choices("replicated", "all_reduce", "replicated", kda_rollback="slots")
 # dense and sparse layers of both kinds of attention, with one finished block and with the most
 K3_LAYERS = (0, 1, 3, 12, 84, 85)
 
@@ -77,6 +78,7 @@ SETTINGS = (
             kernels=r"\.(mla_(append|attend_out|query)|experts_gate_up_situ|experts_down_by_pair|kda_verify)$"),
     Setting("fp8", numerics=FP8, rows=((1, 1),), choices=(WHOLE,), layers=(1, 3),
             kernels=r"\.(mla_attend_out|experts_situ|kda_decode)$"),
+    Setting(rows=((1, 8),), choices=(SLOTS,), layers=(0,), kernels="kda_.*_slots"),
     Setting("tp1", tp=1, rows=((1, 1),), choices=(WHOLE,), layers=(0,), kernels="kda_decode"),
     Setting("tp32", tp=32, rows=((1, 1),), choices=(WHOLE,), layers=(0,), kernels="kda_decode"),
     Setting("plain", replace(K3, expert_format="dense"), (1,), rows=((1, 1),), choices=(WHOLE,), kernels="dense"),

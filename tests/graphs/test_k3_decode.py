@@ -136,6 +136,21 @@ def test_verify_steps(spec: Spec, k3_checkpoint: Checkpoint, told: Told, tp: int
         assert_close(window[driver.slots][:, : taps - 2], told.windows[name][:-1, 1:], **CLOSE)
 
 
+@pytest.mark.parametrize(("tp", "experts", "query"), [(1, "tp", 4), (4, "ep", 3)], ids=["tp1-q4", "tp4-ep-q3"])
+def test_verify_steps_with_a_state_for_every_row(spec: Spec, k3_checkpoint: Checkpoint, told: Told, tp: int,
+                                                 experts: str, query: int) -> None:
+    """The same with ``kda_rollback: slots``: the accepted row's state is the final one, without a step more."""
+    mine = variant(spec, tp=tp, experts=experts, query=query, kda_rollback="slots")
+    runner = run_plan(mine, k3_checkpoint)
+    driver = Driver(runner, mine.step, slots=(2, 0, 1))
+    assert_close(read_text(driver, TEXTS, VOCAB, seed=query), told.logits, **CLOSE)
+    ranks = runner.executable.ranks
+    for name, state in told.states.items():
+        mine_whole = torch.cat([rank.tensors[name] for rank in ranks], 2)
+        final = torch.stack([mine_whole[slot, kept - 1] for slot, kept in zip(driver.slots, driver.kept, strict=True)])
+        assert_close(final, state[:-1], **CLOSE)
+
+
 def kept_bytes(runner: Poisoned) -> list[dict[str, Tensor]]:
     """Every cache and state of every rank, as bytes."""
     plan = runner.executable.plan

@@ -128,9 +128,11 @@ def test_tokens_and_logits(saved: Saved, tmp_path: Path, tp: int, experts: str) 
     assert made.tokens == [text[PROMPT:] for text in saved.texts]
 
 
-@pytest.mark.parametrize(("tp", "query"), [(1, 4), (2, 4), (4, 8)], ids=["tp1-q4", "tp2-q4", "tp4-q8"])
-def test_verify_steps(saved: Saved, tmp_path: Path, tp: int, query: int) -> None:
-    spec = write_plan(tmp_path, saved.folder, parallel={"tp": tp}, step={"query": query})
+@pytest.mark.parametrize(("tp", "query", "rollback"), [(1, 4, "record"), (2, 4, "slots"), (4, 8, "record")],
+                         ids=["tp1-q4", "tp2-q4-slots", "tp4-q8"])
+def test_verify_steps(saved: Saved, tmp_path: Path, tp: int, query: int, rollback: str) -> None:
+    spec = write_plan(tmp_path, saved.folder, parallel={"tp": tp}, step={"query": query},
+                      choices={"kda_rollback": rollback})
     runner = run_plan(spec, Checkpoint(saved.folder))
     logits = read_text(Driver(runner, spec.step), [text[:-1] for text in saved.texts], VOCAB, seed=query)
     assert_close(torch.stack(logits), saved.cached, **CLOSE)

@@ -84,6 +84,8 @@ ARGUMENTS: dict[str, Callable[[], Arguments]] = {
     "kda_delta_rule": lambda: ((*_rule(1), i32(0), i32(5)), {}),
     "kda_verify": lambda: ((*_rule(QUERY), fp32(3, QUERY, 3, HEADS, WIDTH), i32(0), torch.arange(QUERY, dtype=I32),
                             i32(2)), {"query": QUERY}),
+    "kda_verify_slots": lambda: ((*_rule(QUERY)[:5], fp32(3, QUERY, HEADS, WIDTH, WIDTH), i32(0),
+                                  torch.arange(QUERY, dtype=I32), i32(2)), {"query": QUERY}),
     "mla_absorb_q": lambda: ((bf16(1, 2 * 48), bf16(2, 32, 64)), {}),
     "mla_absorb_v": lambda: ((bf16(1, 2, 64), bf16(2, 32, 64)), {}),
     "mla_append": lambda: ((bf16(1, 64), bf16(1, 16), bf16(5, 16, 80), i32(3), i32(0, 1)[None]),

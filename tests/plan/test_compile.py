@@ -219,6 +219,20 @@ def test_a_kernel_that_was_never_timed_leaves_the_h200_its_timed_ones() -> None:
         assert not {c.kernel for c in plan.choices} & {"cute.moe_experts", "cute.moe_experts_shared"}
 
 
+def test_both_ways_to_take_rows_back_are_planned_and_priced_in_bytes() -> None:
+    """Kimi K3 on 16 ranks: 6 heads of 128 x 128 fp32 states in 69 layers; 8 rows of 3 fp32 vectors a head."""
+    state, record = 69 * 6 * 128 * 128 * 4, 69 * 8 * 3 * 6 * 128 * 4
+    texts = []
+    for taken, total in (("record", state + record), ("slots", 8 * state)):
+        plan = compile_spec(load_spec(K3, ("step.query=8", f"choices.kda_rollback={taken}")), kernels())
+        held = sum(b.bytes for name, b in plan.buffers.items() if name.endswith((".state", ".record")))
+        assert held == 2 * total, "one sequence and the scratch slot"
+        texts.append(next(x for x in summarise(plan).splitlines() if x.startswith("KDA rollback")))
+    assert texts == ["KDA rollback by record: 32.2 MB of states a sequence (slots 217.1 MB)",
+                     "KDA rollback by slots: 217.1 MB of states a sequence (record 32.2 MB)"]
+    assert "KDA rollback" not in summarise(plan_of("k3-tp16")), "one row a sequence: nothing is taken back"
+
+
 def test_a_configuration_is_told_in_words() -> None:
     assert settings({"rows": 4, "block": 1024, "warps": 8}) == "rows 4, block 1024, warps 8"
     assert settings({"form": "dot", "armed": True, "dedupe": False}) == "form dot, armed, not dedupe"
