@@ -89,6 +89,7 @@ ONE_WRONG_VALUE = {
     "choices.moe_tail": ("allreduce", "did you mean all_reduce?"),
     "choices.mla_front": ("1", "allowed: auto, replicated, sharded"),
     "choices.side_stream": ("on", "allowed: off, auto"),
+    "choices.kda_rollback": ("slot", "did you mean slots?"),
     "capture.buckets": ("8", "write `buckets: [8]`"),
     "model.preset": ("kimi-linear", "did you mean kimi-linear-48b?"),
     "model.config": ("3", 'write `config: "3"`'),
