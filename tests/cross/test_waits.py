@@ -84,7 +84,7 @@ def test_a_few_kernels_wait(tmp_path: Path) -> None:
     assert not found["findings"], "\n".join(found["findings"])
 
 
-# 80 s when Triton's cache is full, as it is behind the cross-compile test
+# 22 s on two cores when Triton's cache is full, as it is behind the cross-compile test, 3 minutes when it is not
 @pytest.mark.slow
 def test_every_kernel_waits(tmp_path: Path) -> None:
     found = _findings(tmp_path, "")

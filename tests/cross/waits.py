@@ -11,9 +11,11 @@ kernels in ``LEAVES``.
 from __future__ import annotations
 
 import json
-import re
+import os
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +97,18 @@ def look_at(name: str, region: Region) -> Iterator[str]:
                 yield f"{kernel}: {access.kind} of {', '.join(sorted(found))} before the wait: {access.text}"
 
 
-def main() -> None:
+def _findings(wanted: str, index: int) -> list[str]:
     # the tables of collectives have no addresses here, so their columns are noted as they are made
     collectives.make_table = moe_front.make_table = _remember  # type: ignore[assignment]
+    return list(look_at(*chosen(wanted)[index]))
+
+
+def main() -> None:
     wanted = sys.argv[2] if len(sys.argv) > 2 else ""
-    regions = [(name, region) for name, region in chosen() if re.search(wanted, name)]
-    findings = [finding for name, region in regions for finding in look_at(name, region)]
-    Path(sys.argv[1]).write_text(json.dumps({"looked": [name for name, _ in regions], "findings": findings}))
+    looked = [name for name, _ in chosen(wanted)]
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+        findings = [one for found in pool.map(partial(_findings, wanted), range(len(looked))) for one in found]
+    Path(sys.argv[1]).write_text(json.dumps({"looked": looked, "findings": findings}))
 
 
 if __name__ == "__main__":
