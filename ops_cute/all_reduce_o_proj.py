@@ -16,6 +16,7 @@ Order of a block that multiplies: weights, wait for the producers, epoch and ``a
 The launch for all ranks of one process is two launches where the blocks of all ranks would not fit at once.
 Epochs: one for each block. A mixing cluster arms what it reads, as in ``all_reduce_attn_res.py``.
 Numerics: products of bf16 exact, fp32 sums, one rounding of each part, as the projection alone would have it.
+Compared by the emulator and compiled for every target; not yet run on a GPU.
 """
 # ruff: noqa: SIM102 - what is known while the kernel is traced stands alone
 from __future__ import annotations

@@ -21,6 +21,8 @@ launches where the blocks of all ranks would not fit.
 Epochs: one for each block. The last act is a cluster barrier: no block leaves while another may still write to it.
 Numerics: bf16 parts, fp32 sums (the latent in halves of the ranks where two threads share a fragment, the same on every
 rank); weight times norm is rounded to bf16 once; products of bf16 exact, sums fp32; one rounding of the result.
+Measured in loopback on one H200, TP16, with dependent launch: 1 row 5.9 us, 2 rows 6.4, 8 rows 8.4; the Triton twin
+9.8, 10.9 and 17.0. Compared there on a small model only; at real shapes, and above 8 rows, by the emulator.
 """
 from __future__ import annotations
 
