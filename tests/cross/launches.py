@@ -3,7 +3,7 @@
 Kimi K3 on 16 ranks gives most of them; a setting of its own gives what that plan does not have: FP8 caches and
 MXFP8 activations, the fewest and the most heads of KDA on a rank, and Kimi-Linear's plain residual stream, SiLU and
 unpacked experts. Of each kernel and row count the regions with the fewest and with the most bytes stand for those
-between. Decides nothing about how they are compiled.
+between, at 8 rows those with the most. Decides nothing about how they are compiled.
 """
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ class Setting:
     choices: tuple[Choices, ...] = (SHARDED, WHOLE)
     numerics: Numerics = PLAIN
     kernels: str = "."  # regular expression that finds their ids
+    both: bool = True  # of each form the fewest and the most bytes, or the most only
 
     def regions(self, sequences: int, query: int, choices: Choices) -> list[Region]:
         spec = Spec(
@@ -73,7 +74,7 @@ ROW_BY_ROW = ((1, 1), (64, 1))
 FEW_ROWS = "kda|mla|experts|router_topk|skinny_linear|stripe|moe_tail|logits"
 SETTINGS = (
     Setting(rows=ROW_BY_ROW),
-    Setting(rows=((1, 8), (8, 1)), kernels=FEW_ROWS),
+    Setting(rows=((1, 8), (8, 1)), kernels=FEW_ROWS, both=False),
     Setting("fp8", numerics=FP8, rows=((1, 8),), choices=(WHOLE,), layers=(1, 3),
             kernels=r"\.(mla_(append|attend_out|query)|experts_gate_up_situ|experts_down_by_pair|kda_verify)$"),
     Setting("fp8", numerics=FP8, rows=((1, 1),), choices=(WHOLE,), layers=(1, 3),
@@ -101,7 +102,7 @@ def chosen(wanted: str = "") -> list[tuple[str, Region]]:
                     name = "-".join(filter(None, (name_of(region, sequences, query), _messages(region), setting.label)))
                     groups.setdefault(_form(region), {}).setdefault(name, region)
             for group in groups.values():
-                found |= _extremes(group)
+                found |= _extremes(group, (min, max) if setting.both else (max,))
     return [(name, region) for name, region in found.items() if re.search(wanted, name)]
 
 
@@ -135,13 +136,13 @@ def _form(region: Region) -> object:
             tuple(region.graph.values[n].dtype for n in region.inputs))
 
 
-def _extremes(group: dict[str, Region]) -> Iterator[tuple[str, Region]]:
+def _extremes(group: dict[str, Region], picks: tuple[Any, ...]) -> Iterator[tuple[str, Region]]:
     def nbytes(name: str) -> tuple[int, int]:
         values = group[name].graph.values
         # inputs by '...' count by their number: a block more is another kernel, whatever the rows
         return sum(values[n].nbytes for n in group[name].inputs), len(group[name].inputs)
 
-    for pick in (min, max):
+    for pick in picks:
         name = pick(group, key=nbytes)
         yield name, group[name]
 

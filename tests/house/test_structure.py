@@ -113,6 +113,13 @@ def top(name: str) -> str:
     return name.split(".")[0]
 
 
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by their name alone; two of one name are one module."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    assert not twice, f"two files of tests are called {twice}"
+
+
 def test_imports_follow_the_arrows() -> None:
     wrong = [
         f"{source.at(found.line)}: {source.package} imports {found.name}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from made_steps import PAGES, inputs_at, spec_of, tensors_of
-from test_ops import check_collectives_of_two_processes
+from test_operators import check_collectives_of_two_processes
 from torch import Tensor
 from torch.testing import assert_close
 
