@@ -10,7 +10,7 @@ bytes / 4.44 TB/s) 12.7 us alone, 10.4 without the ramp. Target 12.4 us at one r
 like (one H200): 3216 x 7168 12.55 us at one row and 13.14 at 8 (264 blocks, 8 warps, 4 steps), 7168 x 768 4.33 and
 4.53, 2880 x 7168 11.43 and 12.12; the Triton twin takes 13.9 and 31.4, 6.2 and 6.4, 12.8 and 30.2 in the same way,
 cuBLAS 18.0 and 18.3 for the first. These times are of the kernel before its weights' loads were made to stay ahead of
-the wait: the assembler had moved them behind it (``tests/cute/test_cute_waits.py``). On the GPU it was timed and not yet
+the wait: the assembler had moved them behind it (``tests/cute/test_cute_waits.py``). On the GPU it was timed, not yet
 compared; its results were compared at every shape of a step on the CPU, by the emulator of ``tests/cute``.
 
 Layout: the rows of all weights stand in one line (router, plain, then gate and up in turn) and are spread over
