@@ -41,8 +41,8 @@ def test_kernel_on_the_device(case: kernel_check.Case, device: str) -> None:
     kernel_check.check(case, device)
 
 
-# for real sizes only, so that no small model fits them: tests/cute/test_moe_emulated.py runs them by a warp emulator, but
-# for the plain front, which waits for tests/cute/test_on_device.py on a GPU
+# for real sizes only, so that no small model fits them: tests/cute/test_moe_emulated.py runs them by a warp emulator,
+# but for the plain front, which waits for tests/cute/test_on_device.py on a GPU
 REAL_SIZES = ("cute.moe_experts", "cute.moe_experts_shared", "cute.moe_front", "cute.moe_front_plain")
 
 
