@@ -37,11 +37,12 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Seen]]:
-    """Launches of live steps by op, two of each op and plan: decode in fp32, verify steps in bf16 and with fp8."""
+    """Launches of live steps by op, two of each op and plan: decode in fp32, verify in bf16, with fp8, by slots."""
     where, found = tmp_path_factory.mktemp("ops"), {}
     specs = [spec_of(where, folder), spec_of(where, folder, query=2, numerics=BF16),
              spec_of(where, folder, query=2, numerics=FP8)]
-    for spec in (*specs, replace(specs[0], model=replace(specs[0].model, activation="silu"))):
+    slots = replace(specs[1], choices=replace(specs[1].choices, kda_rollback="slots"))
+    for spec in (*specs, slots, replace(specs[0], model=replace(specs[0].model, activation="silu"))):
         executable, batch, own = bind(compile_spec(spec), checkpoint), Batch(spec.step), {}
         for rows in ([[3], [5]], [[7], [9]]):
             executable.write(**{n: t for n, t in batch.inputs(rows).items() if n in executable.plan.inputs})
