@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..compiler.fusions import KDA_DECODE, KDA_VERIFY
 from ..compiler.kernel import KernelDef, Region
 
 ENTRY = "k3plan.ops_cute.kda_decode:bind"
@@ -11,20 +12,6 @@ ROWS = (1, 64)
 TAPS = 4  # of the short convolution
 QUERY = 8  # most rows of one sequence: columns of one operand of the matrix units
 WAVE = 132  # thread blocks that surely run at once, one a multiprocessor
-
-PATTERN = """
-raw = linear(f_a, f_b)
-q_act, k_act, v_act, window_next = kda_conv(q, k, v, window, weight_q, weight_k, weight_v, slots, positions{after})
-decay = kda_gate(raw, a_log, dt_bias)
-o, state_next{record} = {rule}
-y = gated_rms_norm(o, gate, norm)
--> y, window_next, state_next{record}
-"""
-DECODE = PATTERN.format(
-    after="", record="", rule="kda_delta_rule(q_act, k_act, v_act, decay, beta, state, slots, positions)")
-VERIFY = PATTERN.format(
-    after=", accepted", record=", record_next",
-    rule="kda_verify(q_act, k_act, v_act, decay, beta, state, record, slots, positions, accepted)")
 
 
 def lanes_of(width: int, splits: int, warps: int) -> int:
@@ -76,8 +63,8 @@ def needs(region: Region) -> str | None:
 
 
 KERNELS: tuple[KernelDef, ...] = (
-    KernelDef(id="cute.kda_decode", pattern=DECODE, entry=ENTRY, arch=ARCH, rows=ROWS, needs=needs, configs=configs,
+    KernelDef(id="cute.kda_decode", pattern=KDA_DECODE, entry=ENTRY, arch=ARCH, rows=ROWS, needs=needs, configs=configs,
               note="gate projection, convolution, delta rule and gated norm of one row a sequence; a cluster a head"),
-    KernelDef(id="cute.kda_verify", pattern=VERIFY, entry=ENTRY, arch=ARCH, rows=ROWS, needs=needs, configs=configs,
+    KernelDef(id="cute.kda_verify", pattern=KDA_VERIFY, entry=ENTRY, arch=ARCH, rows=ROWS, needs=needs, configs=configs,
               note="the same for 2 to 8 rows a sequence, with the accepted rows of the previous step folded in"),
 )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..compiler.call import Scratch
+from ..compiler.fusions import MOE_FRONT_SHARDED, refuse_pairs, row_groups
 from ..compiler.kernel import KernelDef, Region
 from .all_reduce_attn_res_menu import mailbox
 from .moe_front_plan import SHARED_LIMIT, TILE, TOKENS, Static
@@ -14,25 +15,6 @@ MOST_RANKS = 32  # a report has a bit for each
 MOST_KEYS = 1024  # experts: 32 keys in the registers of a lane
 MOST_BLOCKS = 256  # epochs that are kept, one for each thread block
 PARITIES = 2
-
-SHARDED = """
-logits = linear(x, router)
-f = linear(x, weight)
-gate = slice(f)
-up = slice(f)
-a = situ_and_mul(gate, up)
-part = slice(f)
-every = all_gather(logits)
-ids, weights = router_topk(every, bias)
-latent = all_gather(part)
--> a, ids, weights, latent
-"""
-
-
-def row_groups(region: Region) -> tuple[int, int, int]:
-    """Weight rows: (router, plain, pairs of gate and up)."""
-    pairs = region.value("a").shape[-1] if "a" in region.binding else 0
-    return region.value("router").shape[0], region.value("weight").shape[0] - 2 * pairs, pairs
 
 
 def _needs(region: Region) -> str | None:
@@ -50,18 +32,7 @@ def _needs(region: Region) -> str | None:
     experts = region.value("bias").shape[0]
     if not route["top_k"] <= 32 <= experts <= MOST_KEYS:
         return f"top {route['top_k']} of {experts} experts, the kernel has at most 32 of 32 to {MOST_KEYS}"
-    return _needs_halves(region) or (None if configs(region) else "two slots do not fit shared memory")
-
-
-def _needs_halves(region: Region) -> str | None:
-    """Gate and up must be the last rows of the projection, side by side."""
-    if "a" not in region.binding:
-        return None
-    views = [region.maker(name) for name in ("gate", "up")]
-    (start, middle), (again, end) = ((v.attrs["start"], v.attrs["stop"]) for v in views if v is not None)
-    if again != middle or middle - start != end - middle or end != region.value("weight").shape[0]:
-        return "gate and up are not the last rows of one projection"
-    return None
+    return refuse_pairs(region) or (None if configs(region) else "two slots do not fit shared memory")
 
 
 def _needs_shards(region: Region) -> str | None:
@@ -122,7 +93,8 @@ def _define(name: str, shared: bool, note: str) -> KernelDef:
 KERNELS: tuple[KernelDef, ...] = (
     _define("moe_front", True, "router, latent and shared projections, SiTU and the top-k in one launch"),
     _define("moe_front_plain", False, "router and latent projections and the top-k in one launch"),
-    KernelDef(id="cute.moe_front_sharded", pattern=SHARDED, entry="k3plan.ops_cute.moe_front_sharded:bind", arch=ARCH,
-              rows=(1, TOKENS), needs=_needs_shards, configs=configs, scratch=_sharded_scratch,
+    KernelDef(id="cute.moe_front_sharded", pattern=MOE_FRONT_SHARDED, arch=ARCH, rows=(1, TOKENS),
+              entry="k3plan.ops_cute.moe_front_sharded:bind", needs=_needs_shards, configs=configs,
+              scratch=_sharded_scratch,
               note="sharded router, latent and shared projections, both gathers and the top-k in one launch"),
 )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..compiler.call import Scratch
+from ..compiler.fusions import KDA_DECODE, KDA_VERIFY, KDA_VERIFY_SLOTS
 from ..compiler.kernel import KernelDef, Region
 
 ENTRY = "k3plan.ops_triton.kda_decode:bind"
@@ -14,23 +15,6 @@ QUERY = 8  # most rows of one sequence: they are unrolled, and a verify step has
 SPLITS = (1, 2, 4, 8, 16)
 VALUES = 4  # fewest value channels of a thread block
 WAVE = 132  # thread blocks that run at once, one a multiprocessor
-
-PATTERN = """
-raw = linear(f_a, f_b)
-q_act, k_act, v_act, window_next = kda_conv(q, k, v, window, weight_q, weight_k, weight_v, slots, positions{after})
-decay = kda_gate(raw, a_log, dt_bias)
-o, state_next{record} = {rule}
-y = gated_rms_norm(o, gate, norm)
--> y, window_next, state_next{record}
-"""
-DECODE = PATTERN.format(
-    after="", record="", rule="kda_delta_rule(q_act, k_act, v_act, decay, beta, state, slots, positions)")
-VERIFY = PATTERN.format(
-    after=", accepted", record=", record_next",
-    rule="kda_verify(q_act, k_act, v_act, decay, beta, state, record, slots, positions, accepted)")
-VERIFY_SLOTS = PATTERN.format(
-    after=", accepted", record="",
-    rule="kda_verify_slots(q_act, k_act, v_act, decay, beta, state, slots, positions, accepted)")
 
 
 def _sizes(region: Region) -> tuple[int, int, int, int]:
@@ -105,12 +89,12 @@ def needs(region: Region) -> str | None:
 
 
 KERNELS: tuple[KernelDef, ...] = (
-    KernelDef(id="triton.kda_decode", pattern=DECODE, entry=ENTRY, rows=ROWS, needs=needs, scratch=scratch,
+    KernelDef(id="triton.kda_decode", pattern=KDA_DECODE, entry=ENTRY, rows=ROWS, needs=needs, scratch=scratch,
               configs=configs,
               note="gate projection, convolution, delta rule and gated norm of one row a sequence"),
-    KernelDef(id="triton.kda_verify", pattern=VERIFY, entry=ENTRY, rows=ROWS, needs=needs, scratch=scratch,
+    KernelDef(id="triton.kda_verify", pattern=KDA_VERIFY, entry=ENTRY, rows=ROWS, needs=needs, scratch=scratch,
               configs=configs,
               note="the same for 2 to 8 rows a sequence, with the accepted rows of the previous step folded in"),
-    KernelDef(id="triton.kda_verify_slots", pattern=VERIFY_SLOTS, entry=ENTRY, rows=ROWS, needs=needs, scratch=scratch,
-              configs=configs, note="the same from the accepted row's state, every row's state kept"),
+    KernelDef(id="triton.kda_verify_slots", pattern=KDA_VERIFY_SLOTS, entry=ENTRY, rows=ROWS, needs=needs,
+              scratch=scratch, configs=configs, note="the same from the accepted row's state, every row's state kept"),
 )

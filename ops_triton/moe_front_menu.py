@@ -5,27 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..compiler.call import Scratch
+from ..compiler.fusions import MOE_FRONT_SHARDED, row_groups
 from ..compiler.kernel import KernelDef, Region
 from .collectives_menu import mailbox, ranks_of
 from .skinny_linear_menu import configs as projection_configs
-from .skinny_linear_menu import count_tiles, needs_router, row_groups
+from .skinny_linear_menu import count_tiles, needs_router
 
 MOST_KEYS = 4096  # of one row's top-k
 UNITS = 128  # words of the latent that one block collects from each rank
-
-PATTERN = """
-logits = linear(x, router)
-f = linear(x, weight)
-gate = slice(f)
-up = slice(f)
-a = situ_and_mul(gate, up)
-part = slice(f)
-every = all_gather(logits)
-ids, weights = router_topk(every, bias)
-latent = all_gather(part)
--> a, ids, weights, latent
-"""
-
 
 def words(region: Region) -> tuple[int, int]:
     """Words of 4 bytes that a rank sends of one row: fp32 logits, pairs of bf16."""
@@ -71,7 +58,7 @@ def _needs(region: Region) -> str | None:
 
 
 KERNELS: tuple[KernelDef, ...] = (
-    KernelDef(id="triton.moe_front", pattern=PATTERN, entry="k3plan.ops_triton.moe_front:bind", rows=(1, 64),
+    KernelDef(id="triton.moe_front", pattern=MOE_FRONT_SHARDED, entry="k3plan.ops_triton.moe_front:bind", rows=(1, 64),
               needs=_needs, scratch=scratch, configs=configs,
               note="sharded router, latent and shared projections, both gathers and the top-k in one launch"),
 )

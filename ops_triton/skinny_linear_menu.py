@@ -7,6 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..compiler.call import Scratch
+from ..compiler.fusions import (
+    PROJECTION,
+    PROJECTION_ADD,
+    PROJECTION_ROUTER,
+    activated_projection,
+    refuse_dtypes,
+    refuse_pairs,
+    refuse_router,
+    row_groups,
+)
 from ..compiler.kernel import KernelDef, Region
 
 ENTRY = "k3plan.ops_triton.skinny_linear:bind"
@@ -38,14 +48,6 @@ def count_tiles(config: Mapping[str, Any], router: int, plain: int, activated: i
 
 def _rows(region: Region) -> int:
     return region.value("x").shape[0]
-
-
-def row_groups(region: Region) -> tuple[int, int, int]:
-    """Output rows: (router, plain, pairs of gate and up)."""
-    router = region.value("router").shape[0] if "router" in region.binding else 0
-    total = region.value("weight").shape[0]
-    pairs = region.value("a").shape[-1] if "a" in region.binding else 0
-    return router, total - 2 * pairs, pairs
 
 
 def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
@@ -101,31 +103,12 @@ def _dot(rows: int, columns: int) -> list[dict[str, Any]]:
     return [c for c in found if c["block"] <= columns] or [{**found[-1], "block": 32, "split": 1}]
 
 
-def _needs_bf16(region: Region) -> str | None:
-    for name in ("x", "weight", "router"):
-        if name in region.binding and region.value(name).dtype != "bf16":
-            return f"{name} is {region.value(name).dtype}, the kernel reads bf16"
-    if len(region.value("x").shape) != 2:
-        return "rows must be a matrix"
-    return None
-
-
 def _needs_pairs(region: Region) -> str | None:
-    """Gate and up must be the last rows of the projection, side by side."""
-    views = [region.maker(name) for name in ("gate", "up")]
-    (start, middle), (again, end) = ((v.attrs["start"], v.attrs["stop"]) for v in views if v is not None)
-    if again != middle or middle - start != end - middle or end != region.value("weight").shape[0]:
-        return "gate and up are not the last rows of one projection"
-    return _needs_bf16(region)
+    return refuse_pairs(region) or refuse_dtypes(region)
 
 
 def needs_router(region: Region) -> str | None:
-    out = region.value("logits").dtype
-    if out != "fp32" or region.value("f").dtype != "bf16":
-        return f"the two projections give {out} and {region.value('f').dtype}, not fp32 and bf16"
-    if region.has("situ_and_mul") or region.has("silu_and_mul"):
-        return _needs_pairs(region)
-    return _needs_bf16(region)
+    return refuse_router(region) or refuse_dtypes(region)
 
 
 def _define(name: str, pattern: str, needs: Any, note: str) -> KernelDef:
@@ -133,21 +116,16 @@ def _define(name: str, pattern: str, needs: Any, note: str) -> KernelDef:
                      configs=configs, note=note)
 
 
-def _front(router: bool, activation: str) -> str:
-    lines = ["logits = linear(x, router)"] if router else []
-    lines += ["f = linear(x, weight)", "gate = slice(f)", "up = slice(f)", f"a = {activation}(gate, up)"]
-    return "\n".join([*lines, "-> logits, f, a" if router else "-> f, a"])
-
-
 KERNELS: tuple[KernelDef, ...] = (
-    _define("skinny_linear", "f = linear(x, weight)\n-> f", _needs_bf16, "one projection"),
-    _define("skinny_linear_add", "f = linear(x, weight)\ny = add(f, other)\n-> y", _needs_bf16,
+    _define("skinny_linear", PROJECTION, refuse_dtypes, "one projection"),
+    _define("skinny_linear_add", PROJECTION_ADD, refuse_dtypes,
             "projection plus another value"),
-    _define("skinny_linear_router", "logits = linear(x, router)\nf = linear(x, weight)\n-> logits, f",
+    _define("skinny_linear_router", PROJECTION_ROUTER,
             needs_router, "fp32 router rows and bf16 rows in one launch"),
-    *(_define(f"skinny_linear_{short}", _front(False, op), _needs_pairs, "projection with gate and up activated")
+    *(_define(f"skinny_linear_{short}", activated_projection(op, router=False), _needs_pairs,
+              "projection with gate and up activated")
       for short, op in (("situ", "situ_and_mul"), ("silu", "silu_and_mul"))),
-    *(_define(f"skinny_linear_router_{short}", _front(True, op), needs_router,
+    *(_define(f"skinny_linear_router_{short}", activated_projection(op, router=True), needs_router,
               "router, projection, gate and up activated in one launch")
       for short, op in (("situ", "situ_and_mul"), ("silu", "silu_and_mul"))),
 )
