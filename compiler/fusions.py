@@ -28,6 +28,11 @@ PROJECTION = "f = linear(x, weight)\n-> f"
 PROJECTION_ADD = "f = linear(x, weight)\ny = add(f, other)\n-> y"
 PROJECTION_ROUTER = "logits = linear(x, router)\nf = linear(x, weight)\n-> logits, f"
 
+MIX = "m = attn_res(score, p, ...)\nh = rms_norm(m, weight)\n-> p, h"
+ADD_MIX = f"? p = residual_add(prefix, delta)\n{MIX}"
+STRIPE = "n = rms_norm(latent, norm)\nup = linear(n, weight)\nout = add(up, shared)\ng = all_gather(out)"
+MOE_TAIL = f"latent = all_reduce(x)\nshared = reduce_scatter(other)\n{STRIPE}\n-> g"
+
 MOE_FRONT_SHARDED = """
 logits = linear(x, router)
 f = linear(x, weight)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..compiler.call import Scratch
+from ..compiler.fusions import MIX
 from ..compiler.kernel import KernelDef, Region
 from .protocol import FRAGMENT_WORDS, HEALTH_WORDS, PROTOCOL
 
@@ -85,9 +86,6 @@ def _needs(region: Region) -> str | None:
     if reason is None and not configs(region):
         reason = f"{value.shape[1] // 8} fragments of {value.shape[0]} rows do not divide over the ranks"
     return reason
-
-
-MIX = "m = attn_res(score, p, ...)\nh = rms_norm(m, weight)\n-> p, h"
 
 
 def _define(name: str, pattern: str, note: str) -> KernelDef:

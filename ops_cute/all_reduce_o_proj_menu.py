@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..compiler.call import Scratch
+from ..compiler.fusions import MIX
 from ..compiler.kernel import KernelDef, Region
-from .all_reduce_attn_res_menu import ARCH, LANES, MIX, clusters, mailbox
+from .all_reduce_attn_res_menu import ARCH, LANES, clusters, mailbox
 from .all_reduce_attn_res_menu import refusal as refusal_of_mix
 
 ENTRY = "k3plan.ops_cute.all_reduce_o_proj:bind"

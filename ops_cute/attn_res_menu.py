@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..compiler.fusions import ADD_MIX
 from ..compiler.kernel import KernelDef, Region
 
 ENTRY = "k3plan.ops_cute.attn_res:bind"
@@ -45,7 +46,7 @@ def needs(region: Region) -> str | None:
 KERNELS: tuple[KernelDef, ...] = (
     KernelDef(
         id="cute.attn_res", entry=ENTRY, arch=ARCH, rows=ROWS, needs=needs, configs=configs,
-        pattern="? p = residual_add(prefix, delta)\nm = attn_res(score, p, ...)\nh = rms_norm(m, weight)\n-> p, h",
+        pattern=ADD_MIX,
         note="add, mix over the blocks, norm; a cluster of thread blocks a row",
     ),
     KernelDef(

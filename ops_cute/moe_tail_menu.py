@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..compiler.call import Scratch
+from ..compiler.fusions import MOE_TAIL
 from ..compiler.kernel import KernelDef, Region
 from .all_reduce_attn_res_menu import ARCH, MOST_RANKS, mailbox
 
@@ -72,16 +73,8 @@ def _needs(region: Region) -> str | None:
     return None
 
 
-PATTERN = """latent = all_reduce(x)
-shared = reduce_scatter(other)
-n = rms_norm(latent, norm)
-up = linear(n, weight)
-out = add(up, shared)
-g = all_gather(out)
--> g"""
-
 KERNELS: tuple[KernelDef, ...] = (
-    KernelDef(id="cute.moe_tail", pattern=PATTERN, entry=ENTRY, arch=ARCH, rows=(1, MOST_ROWS), needs=_needs,
+    KernelDef(id="cute.moe_tail", pattern=MOE_TAIL, entry=ENTRY, arch=ARCH, rows=(1, MOST_ROWS), needs=_needs,
               scratch=scratch, configs=configs,
               note="sum of the latent, its norm, a rank's columns of the up-projection, plus its columns of the shared "
                    "experts' sum, to all ranks; one launch"),

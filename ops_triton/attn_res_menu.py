@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..compiler.call import Scratch
+from ..compiler.fusions import ADD_MIX
 from ..compiler.kernel import KernelDef, Region
 
 BLOCKS = 8  # most blocks of the residual stream that the kernel takes
@@ -58,7 +59,7 @@ _ENTRY = "k3plan.ops_triton.attn_res:"
 KERNELS: tuple[KernelDef, ...] = (
     KernelDef(
         id="triton.attn_res", entry=_ENTRY + "bind", rows=ROWS, needs=_needs, scratch=scratch, configs=configs,
-        pattern="? p = residual_add(prefix, delta)\nm = attn_res(score, p, ...)\nh = rms_norm(m, weight)\n-> p, h",
+        pattern=ADD_MIX,
         note="add, mix over the blocks, norm",
     ),
     KernelDef(

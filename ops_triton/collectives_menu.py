@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..compiler.call import Scratch
+from ..compiler.fusions import MIX, MOE_TAIL, STRIPE
 from ..compiler.ir import DTYPE_BYTES
 from ..compiler.kernel import KernelDef, Region
 
@@ -182,9 +183,6 @@ def _define(name: str, pattern: str, entry: str, note: str, **more: Any) -> Kern
                      **(base | more))
 
 
-STRIPE = "n = rms_norm(latent, norm)\nup = linear(n, weight)\nout = add(up, shared)\ng = all_gather(out)"
-MIX = "m = attn_res(score, p, ...)\nh = rms_norm(m, weight)\n-> p, h"
-
 KERNELS: tuple[KernelDef, ...] = (
     _define("all_reduce", "y = all_reduce(x)\n-> y", "exchange", "every rank sends its whole part to every other"),
     _define("all_reduce_two_shot", "y = all_reduce(x)\n-> y", "two_shot", "each rank adds up a part and sends it to "
@@ -202,7 +200,7 @@ KERNELS: tuple[KernelDef, ...] = (
     _define("stripe_gather", f"{STRIPE}\n-> g", "stripe", "a rank's stripe of the up-projection, plus its shard of "
             "the shared experts, to all ranks", needs=_needs_stripe, scratch=stripe_scratch, configs=stripe_configs,
             rows=(1, STRIPE_ROWS)),
-    _define("moe_tail", f"latent = all_reduce(x)\nshared = reduce_scatter(other)\n{STRIPE}\n-> g", "tail",
+    _define("moe_tail", MOE_TAIL, "tail",
             "both sums of a sparse layer over ranks, then the stripe; two launches", needs=_needs_tail,
             scratch=tail_scratch, configs=tail_configs, rows=(1, STRIPE_ROWS)),
 )
