@@ -28,13 +28,17 @@ Hook = Callable[[int], None]
 class CapturedStep:
     """One CUDA graph over the storage of ``executable``: write its inputs, replay, read its outputs.
 
-    ``captured_bytes`` is device memory that the capture itself took, ``seconds`` the time of warming up and capturing.
+    ``captured_bytes`` is device memory that the capture took through torch, ``graph_bytes`` what the driver took for
+    the graph before its first replay. ``seconds`` is the time of warming up,
+    capturing and instantiating, ``compile_seconds`` that of compiling before; what was compiled already takes none.
     """
 
     executable: Executable
     graph: Any
     captured_bytes: int
     seconds: float
+    compile_seconds: float = 0.0
+    graph_bytes: int = 0
 
     def replay(self) -> None:
         """Runs the step once on the current stream; copies nothing and allocates nothing."""
@@ -106,22 +110,25 @@ def capture(executable: Executable, pool: Any = None, *, after: Hook | None = No
     if device.type != "cuda":
         raise BindError(f"a CUDA graph is captured on a GPU, the plan is bound to {device}\n"
                         "  fix: bind it with device='cuda'")
-    started = time.perf_counter()
+    began = time.perf_counter()
     compile_launches([executable])
+    started = time.perf_counter()
     stream = torch.cuda.Stream(device)
     warm_up(executable, stream, warm_runs)
     waits = stream_waits(executable.plan)
     side = {i: torch.cuda.Stream(device) for i in sorted({launch.stream for launch in executable.plan.launches}) if i}
-    before = torch.cuda.memory_reserved(device)
+    free, before = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
     graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
     with no_garbage_collection(), torch.cuda.graph(graph, pool=pool, stream=stream,
                                                    capture_error_mode=error_mode):
         enqueue(executable, {0: stream, **side}, waits, after)
     if keep_graph:
         graph.instantiate()
+    seconds, taken = time.perf_counter() - started, torch.cuda.memory_reserved(device) - before
+    drivers = free - torch.cuda.mem_get_info(device)[0] - taken
     executable.poison()
     torch.cuda.synchronize(device)
-    return CapturedStep(executable, graph, torch.cuda.memory_reserved(device) - before, time.perf_counter() - started)
+    return CapturedStep(executable, graph, taken, seconds, started - began, drivers)
 
 
 def warm_up(executable: Executable, stream: Any, runs: int) -> None:

@@ -278,5 +278,6 @@ def _costs(record: Record) -> str:
     host = "" if record.host_us is None else f", {record.host_us:.1f} us of the host"
     queued = "" if record.queued_us is None else f", {record.queued_us / 1e3:.3f} ms when queued behind another"
     host += "".join(f" ({note})" for note in record.notes)
-    took = f"captured in {record.capture_s:.2f} s, {size(record.captured_bytes)} taken by the capture"
+    taken = size(record.captured_bytes + record.graph_bytes)
+    took = f"captured in {record.capture_s:.2f} s, {taken} taken by the capture"
     return f"{replay}{queued}{host}; {took}"

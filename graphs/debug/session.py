@@ -1,7 +1,9 @@
 """From plans to the records of their captures on this GPU, in one call. Decides nothing: binds, captures, times."""
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +12,7 @@ from ...compiler.explain import size, table
 from ...compiler.plan import LaunchPlan
 from ..bench_step import bind_random, live_inputs
 from ..buckets import bind_buckets, clear_inputs
+from ..precompile import compile_launches
 from ..random_weights import RankRandom
 from .record import Record
 from .time import time_capture, time_launches, time_replay
@@ -31,10 +34,15 @@ def record_buckets(plans: Sequence[LaunchPlan], *, seed: int = 0, timed: bool = 
     """The same for the plans of several buckets over one set of weights and one pool, most sequences first."""
     _need_gpu()
     pool, captured = None, []
-    for executable in bind_buckets(plans, RankRandom(seed), device="cuda", transport="loopback").executables:
+    executables = bind_buckets(plans, RankRandom(seed), device="cuda", transport="loopback").executables
+    started = time.perf_counter()
+    compile_launches(executables)
+    compile_s = time.perf_counter() - started
+    for executable in executables:
         clear_inputs(executable)
         step, record = record_capture(executable, pool)
-        pool = pool or step.graph.pool()
+        if pool is None:
+            pool, record = step.graph.pool(), replace(record, compile_s=round(compile_s, 3))
         executable.write(**live_inputs(executable.plan, seed))
         captured.append((step, time_replay(step, record) if timed else record))
     for step, record in captured:
@@ -43,10 +51,12 @@ def record_buckets(plans: Sequence[LaunchPlan], *, seed: int = 0, timed: bool = 
 
 def bucket_table(records: Sequence[Record]) -> str:
     """What each bucket cost and costs."""
-    rows = [(str(r.bucket), str(len(r.launches)), str(len(r.nodes)), f"{r.capture_s:.2f}", size(r.captured_bytes),
+    rows = [(str(r.bucket), str(len(r.launches)), str(len(r.nodes)), f"{r.compile_s:.1f}", f"{r.capture_s:.2f}",
+             size(r.captured_bytes), size(r.graph_bytes),
              *("-" if us is None else f"{us / 1e3:.3f}" for us in (r.replay_us, r.queued_us)),
              "-" if r.host_us is None else f"{r.host_us:.1f}") for r in records]
-    head = ("bucket", "launches", "nodes", "capture s", "taken", "replay ms", "queued ms", "host us")
+    head = ("bucket", "launches", "nodes", "compile s", "capture s", "taken", "graph", "replay ms", "queued ms",
+            "host us")
     return table(head, rows, left=1)
 
 

@@ -174,4 +174,4 @@ def test_the_full_model_is_inspected_in_a_moment() -> None:
     found = inspect(plan, record)
     assert time.process_time() - started < 5.0
     assert found.findings == ()
-    assert found.planned > 1000
+    assert found.planned == len(plan.launches) > 500
