@@ -82,7 +82,8 @@ class KernelLaunch:
     shared: int = 0  # bytes of dynamic shared memory
     dependent: bool = False  # programmatic dependent launch edges before and after
     blocks_per_sm: int = 1  # that the registers must allow for; the assembler spills less when it knows
-    _ready: list[Any] = field(default_factory=list, compare=False, repr=False)
+    # not an argument: a launch made from another by ``replace`` is prepared for itself
+    _ready: list[Any] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert all(n >= 1 for n in (*self.grid, *self.cluster)), f"grid {self.grid}, cluster {self.cluster}"

@@ -5,6 +5,7 @@ its own, so that ranks run and wait as they would on their own GPUs. ``loopback`
 """
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,9 +92,8 @@ class Group:
         return self.setting.tp
 
     def poison(self) -> None:
-        for own in self.tensors:
-            for name in self.region.outputs:
-                kernel_check._poison(own[name])
+        for own, name in itertools.product(self.tensors, self.region.outputs):
+            kernel_check._poison(own[name])
 
     def write(self, fresh: Sequence[Mapping[str, Tensor]]) -> None:
         for own, new in zip(self.tensors, fresh, strict=False):
@@ -158,15 +158,13 @@ def bind_together(group: Group) -> Callable[[], None]:
 
 def bind_apart(group: Group) -> list[Callable[[], None]]:
     """A launch for each rank."""
-    links = links_of(group)
     bind: Any = entry_point(group.region.kernel.entry)
-    return [bind([call], [link]) for call, link in zip(group.calls, links, strict=True)]
+    return [bind([call], [link]) for call, link in zip(group.calls, links_of(group), strict=True)]
 
 
 def launch_apart(group: Group, launches: Sequence[Callable[[], None]], late: Mapping[int, int]) -> None:
     """Launches each rank on its stream; ``late`` are cycles that a rank sleeps before."""
-    here = torch.cuda.current_stream()
-    streams = _streams(len(launches))
+    here, streams = torch.cuda.current_stream(), _streams(len(launches))
     for rank, (stream, launch) in enumerate(zip(streams, launches, strict=True)):
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
@@ -182,16 +180,19 @@ def _streams(count: int) -> list[torch.cuda.Stream]:
     return [torch.cuda.Stream() for _ in range(count)]
 
 
-def evaluate(region: Region, ranks: Sequence[Mapping[str, Tensor]], *, rounded: bool,
-             loopback: bool = False) -> list[dict[str, Tensor]]:
-    """Every value of every rank by the ops' meaning: in fp32 throughout, or rounded to declared dtypes."""
+def evaluate(region: Region, ranks: Sequence[Mapping[str, Tensor]], *, rounded: bool, loopback: bool = False,
+             shots: int = 1) -> list[dict[str, Tensor]]:
+    """Every value of every rank by the ops' meaning, in fp32 throughout or rounded to declared dtypes. In loopback two
+    shots make another sum than one: what this rank sums as an owner comes back as that of each owner."""
     values = [{n: t.clone() if rounded or not t.dtype.is_floating_point else t.float() for n, t in own.items()}
               for own in ranks]
     for node in region.nodes:
         definition, name = OPS[node.op], node.outputs[0]
         if loopback and node.op == "reduce_scatter":
             # what goes to another rank comes back: the parts of this rank are added
-            results = [own[node.inputs[0]].float().unflatten(1, (len(values), -1)).sum(1) for own in values]
+            results = [_fold(own[node.inputs[0]], len(values)) for own in values]
+        elif loopback and node.op == "all_reduce" and shots == 2:
+            results = [_fold(own[node.inputs[0]], len(values)).repeat(1, len(values)) for own in values]
         elif definition.kind == "comm":
             results = definition.fn([own[node.inputs[0]] for own in values], **node.attrs)
         else:
@@ -201,11 +202,17 @@ def evaluate(region: Region, ranks: Sequence[Mapping[str, Tensor]], *, rounded: 
     return values
 
 
+def _fold(x: Tensor, ranks: int) -> Tensor:
+    """The columns of every rank, added: what a rank that hears only itself sums of its own columns."""
+    return x.float().unflatten(1, (ranks, -1)).sum(1)
+
+
 def compare(group: Group, fresh: Sequence[Mapping[str, Tensor]], where: str) -> None:
     """The group's outputs against the reference of inputs ``fresh``. Raises AssertionError."""
     region, loopback = group.region, len(group.calls) < group.tp
     fresh = [fresh[0]] * group.tp if loopback else fresh
-    exact, chain = (evaluate(region, fresh, rounded=r, loopback=loopback) for r in (False, True))
+    shots = group.calls[0].config.get("shots", 1)
+    exact, chain = (evaluate(region, fresh, rounded=r, loopback=loopback, shots=shots) for r in (False, True))
     case = kernel_check.Case(region.kernel.id, region, {}, group.setting)
     for rank, own in enumerate(group.tensors):
         for name in region.outputs:
@@ -281,8 +288,7 @@ def check_chain(region: Region, setting: kernel_check.Setting, *, config: Mappin
         group.write(fresh)
     launches[0]()  # compiles
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
         for index in range(24):
             launches[index % 2]()
     for _ in range(5):

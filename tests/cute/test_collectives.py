@@ -95,6 +95,15 @@ def test_real_shapes_in_loopback(region: Region, tp: int) -> None:
     cc.check(region, cc.setting_of(region, tp), cc.bind_together, device="cpu", seeds=2, ranks=1)
 
 
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize("shots", [1, 2])
+def test_one_or_two_shots_in_loopback(shots: int) -> None:
+    """What a rank that hears itself should have is not the same: the reference of the cases on a GPU."""
+    region, setting = cc.small_regions([k for k in KERNELS if k.id == "cute.all_reduce_add_attn_res"], 4, 3)[-1]
+    config = next(c for c in region.kernel.configs(region) if c["shots"] == shots)
+    cc.check(region, setting, cc.bind_together, device="cpu", seeds=2, ranks=1, config=config)
+
+
 def _some_region(kernel: str) -> tuple[Region, kernel_check.Setting]:
     return cc.small_regions([k for k in KERNELS if k.id == kernel], 4, 3)[-1]
 

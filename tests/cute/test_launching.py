@@ -12,9 +12,10 @@ pytest.importorskip("cutlass")
 import cutlass
 import cutlass.cute as cute
 
-from k3plan.ops_cute import compile_check
+from k3plan.ops_cute import compile_check, launching
 from k3plan.ops_cute.launching import (
     KernelLaunch,
+    LaunchSequence,
     await_producers,
     compile_kernel,
     content_key,
@@ -110,6 +111,22 @@ def test_a_kernel_that_reads_local_names_is_refused() -> None:
 
     with pytest.raises(AssertionError, match="reads names of the function around it"):
         content_key(replace(launch_on("meta"), kernel=nested), "sm_90a")
+
+
+def test_a_launch_made_from_another_is_prepared_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages of a sequence are made by ``replace``: sharing what was prepared, each would run the first."""
+    ran = []
+
+    class Prepared:
+        def __init__(self, launch: KernelLaunch) -> None:
+            self.launch = lambda: ran.append(launch.parameters.count)
+
+    monkeypatch.setattr(launching, "_Prepared", Prepared)
+    base = launch_on("meta")
+    sequence = LaunchSequence(tuple(replace(base, parameters=Pairs(count)) for count in (1, 2, 3)))
+    for _ in range(2):
+        sequence()
+    assert ran == [1, 2, 3] * 2
 
 
 def test_grids_are_whole_clusters() -> None:
