@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .device import Device
 from .kernel import Cost, Region
+from .menu import LIBRARY_PRODUCT
 from .ops import OPS
 from .schedule import can_start_early
 from .tuning import Tuning, shape_key
@@ -69,8 +70,8 @@ def cost_model(device: Device, tuning: Tuning, ranks: int) -> Callable[[Region],
         if setting.near is not None and setting.near.model_us:
             factor = max(1.0, setting.near.us / setting.near.model_us)
             us, source = us * factor, f"{source}, x {factor:.2f} as at the nearest measured shape"
-        # the library's products are in the device table
-        timed = setting.comparable or region.kernel.entry.startswith("op:")
+        # how fast the library's products are stands in the device table; of torch's other ops nobody timed any here
+        timed = setting.comparable or region.kernel.entry == LIBRARY_PRODUCT
         return Cost(us + extra, moved, counted.flops, False, source + why, timed)
 
     return price
@@ -97,7 +98,7 @@ def model_us(device: Device, region: Region, ranks: int) -> float:
     us = device["ramp_us"] if counted.cold > COLD_BYTES else device["boundary_us"]
     us += counted.cold / device["bandwidth_gbs"] / 1e3 + counted.warm / device["warm_bandwidth_gbs"] / 1e3
     us = max(us, device["boundary_us"] + counted.flops / device["matrix_tflops"] / 1e6)
-    if region.kernel.entry == "op:linear":
+    if region.kernel.entry == LIBRARY_PRODUCT:
         us /= device["library_product_share"]
     return us + (_launches(device, region) - 1) * device["boundary_us"] + _links_us(device, region, ranks)
 

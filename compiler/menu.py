@@ -4,6 +4,8 @@ from __future__ import annotations
 from .kernel import KernelDef
 from .ops import OPS
 
+LIBRARY_PRODUCT = "op:linear"  # entry of the library's matrix product
+
 
 def op_kernels() -> list[KernelDef]:
     """One kernel an op, id ``torch.<op>``; views need none."""

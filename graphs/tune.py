@@ -5,11 +5,12 @@ The result is a table of frozen measurements (``compiler/tuning.py``); nothing i
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..compiler.cost import model_us
 from ..compiler.covering.match import find_regions
 from ..compiler.device import load_device
 from ..compiler.kernel import KernelDef, Menu, Region
-from ..compiler.menu import op_kernels
+from ..compiler.menu import LIBRARY_PRODUCT, op_kernels
 from ..compiler.passes.shard import OPTIONAL
 from ..compiler.spec import Spec
 from ..compiler.tuning import Tuned, shape_key
@@ -43,7 +44,7 @@ class Job:
 
 def jobs(spec: Spec, kernels: Iterable[KernelDef], rows: Sequence[tuple[int, int]] = ROWS) -> list[Job]:
     """Every kernel of ``kernels``, and the library's product, at every different shape of ``spec`` and of ``rows``."""
-    library = [kernel for kernel in op_kernels() if kernel.entry == "op:linear"]
+    library = [kernel for kernel in op_kernels() if kernel.entry == LIBRARY_PRODUCT]
     menu, device = Menu([*kernels, *library]), load_device(spec.gpu)
     found: dict[tuple[str, str], Job] = {}
     for sequences, query in rows:
@@ -120,8 +121,15 @@ def merge_tables(path: Path, new: str) -> str:
 def source_text() -> str:
     """GPU, versions and date of a measurement made now."""
     properties = torch.cuda.get_device_properties(0)
+    compilers = [f"{name} {version(name)}" for name in ("triton", "nvidia-cutlass-dsl") if _installed(name)]
     return (f"{properties.name}, {properties.multi_processor_count} SMs, torch {torch.__version__}, "
-            f"triton {version('triton')}, {time.strftime('%Y-%m-%d')}")
+            f"{', '.join(compilers)}, {time.strftime('%Y-%m-%d')}")
+
+
+def _installed(distribution: str) -> bool:
+    with contextlib.suppress(PackageNotFoundError):
+        return bool(version(distribution))
+    return False
 
 
 def tuned_lines(text: str) -> list[Tuned]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import CoverError
 from ..ir import Graph, Node
 from ..kernel import Cost, Region
+from ..menu import LIBRARY_PRODUCT
 from .match import NearMiss
 from .order import FREE_OPS, successors, through_views
 from .reasons import MAX_LOSERS, Loser, explain_losers, explain_uncovered, missed
@@ -92,17 +93,18 @@ def cover(
 
     ``cost_of`` must not depend on names (see ``KernelDef``): with ``share`` it is called for one of several
     equal components only. ``profile`` "auto" takes the cheapest cover, "fused" the cheapest of those with the fewest
-    launches, "stock" one-node regions only; the others are told as losers.
+    launches, "stock" one-node regions only, products by the library; the others are told as losers.
     Raises ``CoverError`` when a node has no region, or when the regions do not fit together.
     """
     solid = [node for node in graph.nodes if node.op not in free_ops]
     rank = {node.name: index for index, node in enumerate(solid)}
     misses = list(near_misses)
-    usable = []
+    usable, regions = [], list(regions)
+    products = {region.nodes[0].name for region in regions if region.kernel.entry == LIBRARY_PRODUCT}
     for region in regions:
-        if profile == "stock" and sum(node.name in rank for node in region.nodes) != 1:
+        reason = _not_stock(region, [node.name for node in region.nodes if node.name in rank], products)
+        if profile == "stock" and reason:
             names = tuple(node.name for node in region.nodes[::-1])
-            reason = "profile stock takes one-node kernels only"
             misses.append(NearMiss(region.kernel.id, names[0], reason, names))
         else:
             usable.append(region)
@@ -123,6 +125,15 @@ def cover(
         choices += _choices(component, answer, by_node)
     total = math.fsum(choice.cost.us for choice in choices)
     return Cover(tuple(choices), total, len(components), len(answers))
+
+
+def _not_stock(region: Region, nodes: Sequence[str], products: Collection[str]) -> str | None:
+    """Why profile stock, what one gets without a fusion or a product of one's own, leaves ``region`` out."""
+    if len(nodes) != 1:
+        return "profile stock takes one-node kernels only"
+    if nodes[0] in products and region.kernel.entry != LIBRARY_PRODUCT:
+        return "profile stock leaves products to the library"
+    return None
 
 
 def _components(regions: list[Region], rank: dict[str, int]) -> Iterator[_Component]:

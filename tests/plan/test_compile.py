@@ -14,7 +14,9 @@ from k3plan.compiler.explain import diff, explain, kinds, ranges, settings, summ
 from k3plan.compiler.kernel import KernelDef
 from k3plan.compiler.plan import LaunchPlan, load_plan
 from k3plan.compiler.reading.source import load_spec
+from k3plan.compiler.tuning import Tuning
 from k3plan.face import kernels, tuning
+from k3plan.graphs.tune import tuned_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden/plans"
@@ -169,6 +171,7 @@ def test_auto_beats_both_extremes() -> None:
                           for p in ("auto", "fused", "stock"))
     assert auto.us <= min(fused.us, stock.us)
     assert len(fused.launches) <= len(auto.launches) < len(stock.launches)
+    assert {choice.kernel for choice in stock.choices if "linear" in choice.ops} == {"torch.linear"}
 
 
 def test_explain_of_an_unknown_name() -> None:
@@ -213,10 +216,23 @@ def test_layers_have_as_many_launches_as_promised(query: int) -> None:
 
 
 def test_a_kernel_that_was_never_timed_leaves_the_h200_its_timed_ones() -> None:
+    experts = {"cute.moe_experts", "cute.moe_experts_shared"}
     for query in (1, 8):
-        path = K3.with_name("k3-h200-tp16.yaml")
-        plan = compile_spec(load_spec(path, ("model.layers=[1, 3]", f"step.query={query}")), kernels(), tuning("h200"))
-        assert not {c.kernel for c in plan.choices} & {"cute.moe_experts", "cute.moe_experts_shared"}
+        spec = load_spec(K3.with_name("k3-h200-tp16.yaml"), ("model.layers=[1, 3]", f"step.query={query}"))
+        with_times = compile_spec(spec, kernels(), tuning("h200"))
+        assert {c.kernel for c in with_times.choices} & experts
+        lines = [line for path in (ROOT / "ops_triton", ROOT / "ops_cute")
+                 for line in tuned_lines((path / "tuned/h200.json").read_text()) if line.kernel not in experts]
+        plan = compile_spec(spec, kernels(), Tuning(lines))
+        assert not {c.kernel for c in plan.choices} & experts
+
+
+def test_an_op_of_torch_that_was_never_timed_leaves_the_h200_its_timed_kernel() -> None:
+    """64 sequences: by its bytes torch's attention would be cheaper than ours; it takes 25 times its price."""
+    path = K3.with_name("k3-h200-tp16.yaml")
+    plan = compile_spec(load_spec(path, ("model.layers=[3]", "step.sequences=64")), kernels(), tuning("h200"))
+    assert {c.kernel for c in plan.choices if c.kernel.startswith("torch.")} <= {"torch.linear"}
+    assert "  not torch.mla_attend: torch.mla_attend " in explain(plan, "triton.mla_attend")
 
 
 def test_both_ways_to_take_rows_back_are_planned_and_priced_in_bytes() -> None:
@@ -236,7 +252,8 @@ def test_both_ways_to_take_rows_back_are_planned_and_priced_in_bytes() -> None:
 def test_a_configuration_is_told_in_words() -> None:
     assert settings({"rows": 4, "block": 1024, "warps": 8}) == "rows 4, block 1024, warps 8"
     assert settings({"form": "dot", "armed": True, "dedupe": False}) == "form dot, armed, not dedupe"
-    plan = compile_spec(load_spec(K3, ("model.layers=[0]", "target.gpu=h200")), kernels(), tuning("h200"))
+    menu = [kernel for kernel in kernels() if kernel.id.startswith("triton.")]
+    plan = compile_spec(load_spec(K3, ("model.layers=[0]", "target.gpu=h200")), menu, tuning("h200"))
     text = explain(plan, "skinny_linear")
     assert "  configuration: form fma, rows " in text
     assert "{" not in text
