@@ -25,7 +25,8 @@ class Knob:
 
 LAUNCH_LOG = Knob("K3PLAN_LAUNCH_LOG", "", "file that names each launch before it starts and after it has ended; steps "
                   "then run one launch at a time (k3plan graph crash sets it)")
-KNOBS: tuple[Knob, ...] = (LAUNCH_LOG,)
+CACHE = Knob("K3PLAN_CACHE", "~/.cache/k3plan", "folder where compiled CuTe DSL kernels are kept, or off")
+KNOBS: tuple[Knob, ...] = (LAUNCH_LOG, CACHE)
 
 
 # of the libraries that k3plan drives: NVLink multicast can take the GPUs of a shared host out of service

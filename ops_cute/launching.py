@@ -24,6 +24,7 @@ import inspect
 import math
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -39,6 +40,7 @@ from cutlass.base_dsl.compiler import DumpDir
 from cutlass.cute.runtime import make_ptr
 
 from ..compiler.errors import BindError
+from . import cubin_cache
 
 DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: cutlass.BFloat16, torch.float32: cutlass.Float32, torch.float16: cutlass.Float16,
@@ -94,6 +96,14 @@ class KernelLaunch:
         if not self._ready:
             self._ready.append(_Prepared(self))
         self._ready[0].launch()
+
+    def signature(self) -> str:
+        """Equal for two launches that share one compiled kernel on this machine's GPU."""
+        return content_key(self, target_of(torch.device("cuda")))
+
+    def compile(self) -> None:
+        """Compiles the kernel for this machine's GPU, where that is still to be done."""
+        compile_kernel(self, target_of(torch.device("cuda")))
 
 
 @dataclass(frozen=True)
@@ -174,17 +184,22 @@ def _shape_of(value: torch.Tensor | int) -> tuple[Any, int]:
 
 
 _COMPILED: dict[str, Compiled] = {}
+_COMPILING = threading.Lock()  # the DSL traces in one thread at a time
 
 
 def compile_kernel(launch: KernelLaunch, target: str) -> Compiled:
-    """The kernel of ``launch`` for ``target``, compiled once in this process. Needs no GPU.
+    """The kernel of ``launch`` for ``target``, compiled once and kept on disk. Needs no GPU.
 
     Raises what the DSL raises.
     """
     key = content_key(launch, target)
-    if key not in _COMPILED:
-        _COMPILED[key] = _compile(launch, target)
-    return _COMPILED[key]
+    with _COMPILING:
+        if key not in _COMPILED:
+            kept = cubin_cache.load(key)
+            _COMPILED[key] = Compiled(*kept) if kept else _compile(launch, target)
+            if not kept:
+                cubin_cache.store(key, _COMPILED[key].name, _COMPILED[key].cubin)
+        return _COMPILED[key]
 
 
 @cute.jit

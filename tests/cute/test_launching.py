@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +70,30 @@ def test_equal_launches_are_one_kernel_whatever_their_data() -> None:
     one, other = launch_on("cpu"), launch_on("cpu", offset=5)
     assert content_key(one, "sm_90a") == content_key(other, "sm_90a")
     assert compile_kernel(one, "sm_90a") is compile_kernel(other, "sm_90a")
+
+
+def test_a_compiled_kernel_is_kept_for_other_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("K3PLAN_CACHE", str(tmp_path))
+    monkeypatch.setattr(launching, "_COMPILED", {})
+    first = compile_kernel(launch_on("meta", 1024), "sm_90a")
+    (kept,) = (tmp_path / "cute").iterdir()
+
+    def compiles(launch: KernelLaunch, target: str) -> launching.Compiled:
+        raise RuntimeError("compiled again")
+
+    monkeypatch.setattr(launching, "_compile", compiles)
+    launching._COMPILED.clear()  # as another process
+    assert compile_kernel(launch_on("meta", 1024), "sm_90a") == first
+    # neither half a file nor a folder that is a file, nor a cache that is off, is an error: it is compiled
+    kept.write_bytes(kept.read_bytes()[:-100])
+    for place in (str(tmp_path), str(kept), "off"):
+        monkeypatch.setenv("K3PLAN_CACHE", place)
+        launching._COMPILED.clear()
+        with pytest.raises(RuntimeError, match="compiled again"):
+            compile_kernel(launch_on("meta", 1024), "sm_90a")
+    monkeypatch.setattr(launching, "_compile", lambda launch, target: first)
+    monkeypatch.setenv("K3PLAN_CACHE", str(kept))
+    assert compile_kernel(launch_on("meta", 1024), "sm_90a") == first
 
 
 def test_what_changes_the_code_changes_the_key() -> None:
