@@ -4,18 +4,20 @@ The dump is written by the driver (``crash`` asks for it); its format is NVIDIA'
 """
 from __future__ import annotations
 
+import glob
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-GDB = ("cuda-gdb", "/usr/local/cuda/bin/cuda-gdb")
+TOOLKITS = "/usr/local/cuda*/bin/cuda-gdb"
 SECONDS = 120
 SETTINGS = {
     "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
-    # no memory contents: a dump of a full device would be 140 GB
-    "CUDA_COREDUMP_GENERATION_FLAGS": "skip_global_memory,skip_shared_memory,skip_local_memory,skip_constbank_memory",
+    # no memory contents: a dump of a full device would be 140 GB. no abort: the command shall say its CUDA error itself
+    "CUDA_COREDUMP_GENERATION_FLAGS": ("skip_global_memory,skip_shared_memory,skip_local_memory,skip_constbank_memory,"
+                                       "skip_abort"),
     "CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1",
 }
 
@@ -35,11 +37,13 @@ class Fault:
         return f"{self.function or 'a kernel that had ended'}{at}" + (f": {self.exception}" if self.exception else "")
 
 
-def read_core(path: Path, gdb: str | None = None) -> list[Fault]:
-    """Kernels in a core dump, the faulting one first. Empty without cuda-gdb, whose words are kept beside the dump."""
-    gdb = gdb or next((found for name in GDB if (found := shutil.which(name))), None)
-    if gdb is None:
-        return []
+def find_gdb() -> str | None:
+    """cuda-gdb on the path or of the newest toolkit in the usual place; None where there is none."""
+    return shutil.which("cuda-gdb") or max(glob.glob(TOOLKITS), default=None)
+
+
+def read_core(path: Path, gdb: str) -> list[Fault]:
+    """Kernels in a core dump, the faulting one first. What cuda-gdb said is kept beside the dump."""
     run = [gdb, "--batch", "-ex", f"target cudacore {path}", "-ex", "info cuda kernels"]
     try:
         done = subprocess.run(run, capture_output=True, text=True, timeout=SECONDS, errors="replace")

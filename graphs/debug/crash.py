@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ...compiler.ops import OPS
 from ...compiler.plan import LaunchPlan
 from ..bind import Executable
 from .codes import CudaCode, find_errors
-from .core_dump import SETTINGS, Fault, read_core
+from .core_dump import SETTINGS, Fault, find_gdb, read_core
 from .findings import Finding, find, render, to_json
 from .record import Record
 
@@ -96,9 +96,13 @@ def run_watched(command: Sequence[str], folder: str | Path, *, limit: float = 60
     seconds = time.monotonic() - started
     output = tuple((folder / "output.txt").read_text(errors="replace").splitlines()[-TAIL:])
     cores = sorted(folder.glob("core.*"))
-    faults = tuple(f for core in cores for f in read_core(core))
+    gdb = find_gdb()
+    faults = tuple(f for core in cores for f in read_core(core, gdb)) if gdb else ()
     log = read_log(folder / "launches.jsonl")
     found = explain_end(status, limit, output, faults, log, capture, dumped=bool(cores) and status is not None)
+    if cores and not gdb:
+        read = f"Install cuda-gdb: it reads {cores[0]}, which names the kernel."
+        found = [replace(one, fix=f"{one.fix} {read}") for one in found]
     return Crash(tuple(command), status, seconds, tuple(found), faults, output, str(folder))
 
 

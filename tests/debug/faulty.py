@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from broken import small_step, with_step
+from broken import small_step, with_step, write_live
 
 from k3plan.graphs import bind
+from k3plan.graphs.capture import capture
 from k3plan.graphs.launch_log import logged
 
 # logged below, once the launch is broken: a fault outside of the log would have no launch
@@ -54,6 +55,8 @@ def on_gpu(how: str) -> None:
         else:
             _spin[(2,)](flag)
 
+    if how == "graph slots":
+        return replay_with_a_slot_far_away()
     step = logged(with_step(small_step(device="cuda"), LAUNCH, lambda own: lambda: (own(), act())))
     if how.startswith("graph"):
         # the capture runs no kernel, so that the fault happens in the replay
@@ -70,6 +73,20 @@ def on_gpu(how: str) -> None:
         graph.replay()
     else:
         step.run()
+    torch.cuda.synchronize()
+    print("done")
+
+
+def replay_with_a_slot_far_away() -> None:
+    """A captured step of the plan's own launches, in which the first that reads the slots faults."""
+    step = small_step(device="cuda")
+    graph = capture(step)
+    write_live(step, 2)
+    graph.replay()
+    torch.cuda.synchronize()
+    # past the check of the values: an engine that writes the static buffer itself
+    step.ranks[0].tensors["slots"].fill_(1 << 30)
+    graph.replay()
     torch.cuda.synchronize()
     print("done")
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,16 @@ from k3plan.compiler.plan import LaunchPlan
 from k3plan.graphs.bind import Executable, bind
 from k3plan.graphs.debug.crash import read_health, run_watched
 from k3plan.graphs.debug.findings import Finding
-from k3plan.graphs.debug.lint import lint
+from k3plan.graphs.debug.inspect import compare_buckets
+from k3plan.graphs.debug.lint import check_inputs, check_rows, check_shared_workspace, lint
 from k3plan.graphs.debug.moved import find_moved
 from k3plan.graphs.debug.padding import check_padding
+from k3plan.graphs.debug.record import Record
 from k3plan.graphs.debug.verify import verify
+from k3plan.graphs.debug.walk import record_capture
 from k3plan.graphs.module.step import DecodeStep
 from k3plan.graphs.random_weights import RandomSource
+from k3plan.graphs.transport import Emulated
 
 LAYERS = (0, 1, 3)
 BEFORE = "L0.attn.o_gated+4"  # the launch whose output LAUNCH reads
@@ -111,7 +116,36 @@ def logits_of_nan_give_no_id_out_of_range() -> list[Finding]:
     return [f for f in check_padding(step) if f.code == "CG-044"]
 
 
+@case(6, "CG-046", launch=None, line=False)
+def rows_that_fill_no_bucket() -> list[Finding]:
+    step = small_step(device="cuda", more=("step.sequences=2", "step.query=3"))
+    step.run()
+    return check_rows(step.plan, [9] * 48)
+
+
+@case(7, "CG-047", launch=None, line=False)
+def a_sequence_shorter_than_its_verify_rows() -> list[Finding]:
+    """The step runs all the same: its first rows count as padding, which nobody would see in its numbers."""
+    step = small_step(device="cuda", more=("step.sequences=2", "step.query=4"))
+    step.write(positions=torch.tensor([-1, -1, -1, 0, 8, 9, 10, 11], dtype=torch.int32))
+    step.run()
+    torch.cuda.synchronize()
+    return check_inputs(step.plan, {"positions": step.ranks[0].tensors["positions"]})
+
+
 # host values
+
+
+@case(8, "CG-031", launch="", line=False)
+def splits_of_another_context() -> list[Finding]:
+    """Attention over 65536 tokens with the splits of a short one: right and slow."""
+    plan = small_plan((3,), "h200", ("step.context=65536",))
+    choices = tuple(replace(c, config={**c.config, "splits": 1}) if {"splits", "block"} <= set(c.config) else c
+                    for c in plan.choices)
+    plan = replace(plan, choices=choices)
+    step = bind(plan, RandomSource.of([w.recipe for w in plan.weights.values()], device="cuda"), device="cuda")
+    write_live(step, 1, 65000)
+    return serious(lint(step))
 
 
 @case(9, "CG-033")
@@ -242,6 +276,47 @@ def two_sizes_that_alternate() -> list[Finding]:
     return found
 
 
+class OneWorkspace(Emulated):
+    """A communicator with one workspace for every size of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.boxes: list[dict[str, torch.Tensor]] = []
+
+    def allocate_mailboxes(self, sizes: Mapping[str, int], device: torch.device) -> list[dict[str, torch.Tensor]]:
+        self.boxes = self.boxes or super().allocate_mailboxes(sizes, device)
+        named = [dict(zip(sizes, own.values(), strict=True)) for own in self.boxes]
+        return [{name: own[name][:size] for name, size in sizes.items()} for own in named]
+
+
+def two_sizes(transport: Emulated) -> tuple[Executable, Executable]:
+    plans = [small_plan((0,), "h200", ("parallel.tp=2", f"step.sequences={n}")) for n in (4, 1)]
+    source = RandomSource.of([w.recipe for w in plans[0].weights.values()], device="cuda")
+    large = bind(plans[0], source, device="cuda", transport=transport)
+    return large, bind(plans[1], source, device="cuda", transport=transport, shared=large)
+
+
+@case(22, "CG-016", launch="", line=False)
+def two_sizes_share_a_workspace_when_bound() -> list[Finding]:
+    return check_shared_workspace(two_sizes(OneWorkspace()))
+
+
+@case(22, "CG-016", launch=None, line=False)
+def two_graphs_share_a_workspace() -> list[Finding]:
+    """Captured one after the other; replayed in turn each would read what the other left."""
+    return compare_buckets([record_capture(step)[1] for step in two_sizes(OneWorkspace())])
+
+
+@case(50, "CG-054", launch=None, line=False)
+def what_each_bucket_costs() -> list[Finding]:
+    large, small = two_sizes(Emulated())
+    step, first = record_capture(large)
+    _, second = record_capture(small, step.graph.pool())
+    found = compare_buckets([first, second])
+    assert "bucket 4x1" in found[0].text or first.captured_bytes <= second.captured_bytes, found
+    return found
+
+
 @case(32, "CG-072", launch="", line=False, seconds=90.0)
 def a_rank_that_is_one_step_ahead() -> list[Finding]:
     plan = small_plan((0,), "h200", ("parallel.tp=2",))
@@ -319,10 +394,11 @@ def an_index_table_is_made_anew() -> list[Finding]:
 # faults and hangs
 
 
-def crashed(how: str, limit: float) -> list[Finding]:
+def crashed(how: str, limit: float, captured: tuple[Record, LaunchPlan] | None = None) -> list[Finding]:
     with tempfile.TemporaryDirectory() as folder:
-        crash = run_watched([sys.executable, FAULTY, "gpu", how], folder, limit=limit)
-        print(crash, crash.faults, *crash.output, *Path(folder).iterdir(), sep="\n")
+        crash = run_watched([sys.executable, FAULTY, "gpu", how], folder, limit=limit, capture=captured)
+        print(*crash.output, *(p.read_text() for p in Path(folder).glob("gdb.*")), *Path(folder).iterdir(), sep="\n")
+        print(crash, crash.faults, sep="\n")
         return list(crash.findings)
 
 
@@ -334,6 +410,13 @@ def a_fault_in_an_eager_step() -> list[Finding]:
 @case(0, "CG-071", launch=None, line=False, seconds=200.0)
 def a_fault_in_a_replay() -> list[Finding]:
     return crashed("graph fault", 90.0)
+
+
+@case(0, "CG-071", launch="L0.attn.o_gated+4", line=False, seconds=200.0)
+def a_fault_in_a_replay_whose_capture_was_recorded() -> list[Finding]:
+    """The kernel in the driver's dump, by its name and grid in the record, is a launch of the plan."""
+    step, record = record_capture(small_step(device="cuda"))
+    return crashed("graph slots", 90.0, (record, step.executable.plan))
 
 
 @case(0, "CG-073", line=False, seconds=200.0)
