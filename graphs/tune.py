@@ -26,6 +26,7 @@ from ..compiler.passes.shard import OPTIONAL
 from ..compiler.spec import Spec
 from ..compiler.tuning import Tuned, shape_key
 from .bench import time_region
+from .verify import check_of
 
 # both forms of the algebra, so that the planner can price either
 FORMS = ({name: whole for name, whole, *_ in OPTIONAL}, {name: split for name, _, split, _ in OPTIONAL})
@@ -75,13 +76,18 @@ class Outcome:
         return min(timed, key=lambda pair: pair[0]) if timed else None
 
 
-def time_job(job: Job, time_one: Callable[..., Any] = time_region) -> Outcome:
-    """Times every configuration of a job. One that fails is told, not fatal; a fault ends the process."""
+def time_job(job: Job, time_one: Callable[..., Any] = time_region, check_of: Callable[..., Any] = check_of) -> Outcome:
+    """Checks and times every configuration of a job. One that fails or computes something else than its ops is told
+    and gets no time; a fault ends the process. Kernels with a collective are timed unchecked."""
     times: list[float | None] = []
     failures = []
+    wrong_with = check_of(job.region)
     for config in job.configs:
         try:
-            times.append(time_one(job.region, config).us)
+            wrong = wrong_with(config)
+            us = time_one(job.region, config).us
+            times.append(None if wrong else us)
+            failures += [f"{config}: {wrong} ({us:.2f} us)"] if wrong else []
         except Exception as error:  # a configuration may ask for more than the chip has
             times.append(None)
             failures.append(f"{config}: {type(error).__name__} {str(error)[:200]}")

@@ -23,6 +23,7 @@ from ..compiler.spec import Spec
 from .bench import random_inputs, time_region
 from .launch import allocate, bind_region, scratch_of
 from .tune import Job, Outcome, jobs, time_job
+from .verify import check_of
 
 PATIENCE_SECONDS = 60.0  # for one job; a kernel that hangs is a failure like another
 
@@ -37,6 +38,7 @@ class Workload:
     load_kernels: Callable[[], Sequence[KernelDef]]
     most_configs: int = 1000
     time_one: Callable[..., Any] = time_region
+    check_of: Callable[..., Any] = check_of
 
     def jobs(self) -> list[Job]:
         """Jobs of the kernels whose id contains one of ``only`` (parts between commas), of ``most_configs`` at most."""
@@ -125,7 +127,7 @@ def _time_jobs(work: Workload, gpu: int, pipe: Connection) -> None:
     todo = work.jobs()
     with contextlib.suppress(EOFError):
         while True:
-            outcome = time_job(todo[pipe.recv()], work.time_one)
+            outcome = time_job(todo[pipe.recv()], work.time_one, work.check_of)
             pipe.send((outcome.us, outcome.failures))
             if any("CUDA error" in failure for failure in outcome.failures):
                 return  # the context is lost, and with it every later launch

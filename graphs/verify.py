@@ -1,20 +1,26 @@
-"""Runs a bound step launch by launch and holds each against the meaning of the ops that it computes.
+"""Holds launches against the meaning of the ops that they compute: those of a bound step, or one kernel alone.
 
-Each launch is checked on the inputs that the launches before it really left, so the first wrong kernel is named
-and not what follows from it. Collectives are left out: over ``loopback`` they do not mean what the op says.
+In a step each launch is checked on the inputs that the launches before it really left, so the first wrong kernel is
+named and not what follows from it. A kernel alone gets random inputs: ``tune`` checks what it times. Collectives are
+left out: over ``loopback`` they do not mean what the op says.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compiler.compile import lower
+from ..compiler.kernel import Region
 from ..compiler.ops import OPS
 from ..compiler.plan import Launch
+from .bench import random_inputs
 from .bind import Executable
+from .launch import bind_region, in_place
 from .load import TORCH_DTYPES
 
 
@@ -31,8 +37,7 @@ class Comparison:
 
     @property
     def wrong(self) -> bool:
-        """An error that rounding does not explain, or a value that is not finite where the reference is."""
-        return not self.finite or self.error > 2 * self.chain_error + 2.0**-8
+        return _is_wrong(self.error, self.chain_error, self.finite)
 
 
 def verify_launches(executable: Executable) -> list[Comparison]:
@@ -51,8 +56,52 @@ def verify_launches(executable: Executable) -> list[Comparison]:
         if any(OPS[node.op].kind == "comm" for node in own):
             continue
         wanted, chain = (_evaluate(graph, own, views, before, rounded) for rounded in (False, True))
-        findings.append(_compare(plan.choice(launch).kernel, launch, rank.tensors, wanted, chain))
+        findings.append(Comparison(launch, plan.choice(launch).kernel,
+                                   *_compare(launch.outputs, rank.tensors, wanted, chain)))
     return findings
+
+
+class RegionCheck:
+    """The kernel of ``region`` on random inputs, in any configuration, against its ops; the reference is made once."""
+
+    def __init__(self, region: Region, device: str) -> None:
+        self.region = region
+        self.inputs = random_inputs(region, device)
+        before = {name: self.inputs[name] for name in region.inputs}
+        solid = [node for node in region.nodes if OPS[node.op].kind != "view"]
+        views = {node.outputs[0]: node for node in region.nodes if OPS[node.op].kind == "view"}
+        self.wanted, self.chain = (_evaluate(region.graph, solid, views, before, rounded) for rounded in (False, True))
+
+    def wrong(self, config: Mapping[str, Any]) -> str | None:
+        """What one launch computes wrongly into poisoned outputs, in words. Raises what binding or launching raises."""
+        region, shared = self.region, in_place(self.region)
+        tensors = {name: tensor.clone() if name in shared.values() else tensor for name, tensor in self.inputs.items()}
+        tensors |= {name: torch.full_like(self.inputs[name], _poison(self.inputs[name].dtype))
+                    for name in region.outputs if name not in shared}
+        tensors |= {name: tensors[source] for name, source in shared.items()}
+        bind_region(region, tensors, config)()
+        written = (*region.outputs, *(name for name in shared if name not in region.outputs))
+        output, error, plain, finite = _compare(written, tensors, self.wanted, self.chain)
+        if not _is_wrong(error, plain, finite):
+            return None
+        return f"computes {output} wrongly: error {error:.2g} of its rms, its ops one by one {plain:.2g}"
+
+
+def check_of(region: Region, device: str = "cuda") -> Callable[[Mapping[str, Any]], str | None]:
+    """``RegionCheck.wrong`` of a region. Of one with a collective one rank alone cannot tell what its ops mean: there
+    nothing is found wrong."""
+    if any(OPS[node.op].kind == "comm" for node in region.nodes):
+        return lambda config: None
+    return RegionCheck(region, device).wrong
+
+
+def _poison(dtype: torch.dtype) -> float:
+    return math.nan if dtype.is_floating_point else 0x7F
+
+
+def _is_wrong(error: float, chain_error: float, finite: bool) -> bool:
+    """An error that rounding does not explain, or a value that is not finite where the reference is."""
+    return not finite or not error <= 2 * chain_error + 2.0**-8
 
 
 def _evaluate(graph, nodes, views, before: dict[str, Tensor], rounded: bool) -> dict[str, Tensor]:
@@ -72,14 +121,15 @@ def _evaluate(graph, nodes, views, before: dict[str, Tensor], rounded: bool) -> 
     return values
 
 
-def _compare(kernel: str, launch: Launch, found: Mapping[str, Tensor], wanted: dict[str, Tensor],
-             chain: dict[str, Tensor]) -> Comparison:
-    worst = Comparison(launch, kernel, "", 0.0, 0.0, True)
-    for name in launch.outputs:
+def _compare(outputs: Sequence[str], found: Mapping[str, Tensor], wanted: Mapping[str, Tensor],
+             chain: Mapping[str, Tensor]) -> tuple[str, float, float, bool]:
+    """The worst output: its name, its error, that of the plain chain, and whether it is finite."""
+    worst = "", 0.0, 0.0, True
+    for name in outputs:
         reference = wanted[name].float()
         scale = float(reference.square().mean().sqrt()) + 1e-30
         error, plain = (float((x[name].float() - reference).square().mean().sqrt()) / scale for x in (found, chain))
         finite = bool(torch.isfinite(found[name].float()).all()) or not bool(torch.isfinite(reference).all())
-        if not finite or error >= worst.error:
-            worst = Comparison(launch, kernel, name, error, plain, finite)
+        if not finite or error >= worst[1]:
+            worst = name, error, plain, finite
     return worst

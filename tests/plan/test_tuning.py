@@ -3,19 +3,23 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tune_fakes
 
 from k3plan.compiler.compile import cover_graph, lower
+from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.device import load_device
 from k3plan.compiler.kernel import KernelDef, Menu
 from k3plan.compiler.menu import op_kernels
+from k3plan.compiler.ops import OPS
 from k3plan.compiler.reading.source import load_spec
 from k3plan.compiler.tuning import Tuned, Tuning, distance
 from k3plan.face import kernels, tuning
 from k3plan.graphs.tune import FORMS, ROWS, describe, jobs, merge_tables, table, time_job, tuned_lines
 from k3plan.graphs.tune_pool import Workload, tune
+from k3plan.graphs.verify import check_of
 
 K3 = Path(__file__).resolve().parents[2] / "examples/k3-h200-tp16.yaml"
 IN_STEP = load_device("h200")["launch_in_step_us"]
@@ -83,7 +87,7 @@ def test_the_shipped_table_fits_the_shipped_kernels() -> None:
 def test_tables_are_made_of_outcomes_and_merged(tmp_path: Path) -> None:
     spec = load_spec(K3, ("model.layers=[0]",))
     job = next(job for job in jobs(spec, [tune_fakes.NORM], ((1, 1),)) if job.region.kernel is tune_fakes.NORM)
-    outcome = time_job(job, tune_fakes.refuse_four_warps)
+    outcome = time_job(job, tune_fakes.refuse_four_warps, tune_fakes.all_right)
     assert "1 of 3 failed" in describe(outcome)
     text = table([outcome], "a GPU")
     (line,) = tuned_lines(text)
@@ -94,9 +98,48 @@ def test_tables_are_made_of_outcomes_and_merged(tmp_path: Path) -> None:
     assert [line.key for line in tuned_lines(merge_tables(path, text))] == ["1x7168,7168", "2x7168,7168"]
 
 
+def test_a_configuration_that_computes_wrongly_gets_no_line() -> None:
+    spec = load_spec(K3, ("model.layers=[0]",))
+    job = next(job for job in jobs(spec, [tune_fakes.NORM], ((1, 1),)) if job.region.kernel is tune_fakes.NORM)
+
+    def clock(region, config) -> SimpleNamespace:
+        return SimpleNamespace(us=float(config["warps"]))
+
+    outcome = time_job(job, clock, tune_fakes.eight_warps_wrong)
+    assert outcome.us == (4.0, None, 16.0)
+    assert outcome.failures == ("{'warps': 8}: computes h wrongly (8.00 us)",)
+
+
+@pytest.mark.parametrize(("of", "output"), [("rms_norm", 0), ("kda_delta_rule", 0), ("kda_delta_rule", 1)])
+def test_a_kernel_is_checked_against_its_ops(of: str, output: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op's own function is right; one that gets 64 numbers of what it writes wrong, or of a state, is not."""
+    graph, _ = lower(load_spec(K3, ("model.layers=[0]", "parallel.tp=16")), FORMS[0])
+    kernel = next(kernel for kernel in op_kernels() if kernel.id == f"torch.{of}")
+    region = next(r for r in find_regions(graph, Menu([kernel]), arch="sm_90", rows=1)[0])
+    factor = 1.0
+
+    def bind(region, tensors, config):
+        (node,) = region.nodes
+
+        def launch() -> None:
+            made = OPS[of].fn(*(tensors[name] for name in node.inputs), **node.attrs)
+            for name, tensor in zip(node.outputs, made if isinstance(made, tuple) else (made,), strict=True):
+                tensors[name].copy_(tensor)
+            tensors[node.outputs[output]].view(-1)[:64] *= factor
+
+        return launch
+
+    monkeypatch.setattr("k3plan.graphs.verify.bind_region", bind)
+    wrong_with = check_of(region, "cpu")
+    assert wrong_with({}) is None
+    factor = 4.0
+    assert f"computes {region.nodes[0].outputs[output]} wrongly: error 0." in wrong_with({})
+
+
 def test_a_kernel_that_faults_loses_its_shape_and_no_other() -> None:
     spec = load_spec(K3, ("model.layers=[0]",))
-    work = Workload(spec, ((1, 1), (1, 2), (1, 3)), "test.", tune_fakes.load_kernels, 3, tune_fakes.fault_at_two_rows)
+    work = Workload(spec, ((1, 1), (1, 2), (1, 3)), "test.", tune_fakes.load_kernels, 3, tune_fakes.fault_at_two_rows,
+                    tune_fakes.all_right)
     said: list[str] = []
     outcomes = {outcome.job.key: outcome for outcome in tune(work, say=said.append)}
     assert {key: outcome.best is not None for key, outcome in outcomes.items()} == {

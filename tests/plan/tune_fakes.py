@@ -24,3 +24,11 @@ def fault_at_two_rows(region, config) -> SimpleNamespace:
     if region.value("x").shape[0] == 2:
         os._exit(9)
     return SimpleNamespace(us=1.0)
+
+
+def all_right(region):
+    return lambda config: None
+
+
+def eight_warps_wrong(region):
+    return lambda config: "computes h wrongly" if config["warps"] == 8 else None
