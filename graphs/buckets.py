@@ -1,7 +1,8 @@
 """Steps of several sizes over one set of weights, states and caches: bound, captured, chosen by the live sequences.
 
-The plans say which sizes there are. This file binds the largest first, captures each on padding alone, and pads a
-smaller batch with -1 up to the smallest size that holds it; padding has no side effect (``docs/architecture.md``).
+The plans say which sizes there are. This file binds the largest first, captures each on padding alone, and says which
+size a batch takes: the smallest that holds it. Its spare rows are padding, which has no side effect
+(``docs/architecture.md``); ``module/inputs.py`` writes it.
 """
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..compiler.errors import BindError
 from ..compiler.plan import LaunchPlan
@@ -42,23 +42,12 @@ class Buckets:
                             "  fix: split the batch, or compile a plan for so many with capture.buckets")
         return fitting[-1]
 
-    def step(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """Runs one step; ``slots`` i32 [B] says how many sequences live, the other inputs are as long as they make it.
-
-        Returns the outputs of the live rows, as views that the next step of this bucket writes over.
-        """
-        if "slots" not in inputs:
-            raise BindError("a step needs slots\n  fix: pass slots, i32 with one entry for each live sequence")
-        live = inputs["slots"].shape[0]
-        index = self.choose(live)
-        executable = self.executables[index]
-        executable.write(**{name: pad_rows(executable, name, tensor) for name, tensor in inputs.items()})
+    def run(self, index: int) -> None:
+        """One step of a bucket over the inputs that were written last: a replay where it was captured."""
         if self.steps:
             self.steps[index].replay()
         else:
-            executable.run()
-        rows = live * executable.plan.spec.step.query
-        return {name: output[:rows] for name, output in executable.outputs.items()}
+            self.executables[index].run()
 
 
 def bind_buckets(plans: Sequence[LaunchPlan], source: TensorSource | RankRandom, *, device: str | torch.device = "cpu",
@@ -108,12 +97,3 @@ def clear_inputs(executable: Executable) -> None:
             if name != "rank":
                 tensor = rank.tensors[name]
                 tensor.fill_(1 if name == "accepted" else -1 if tensor.dtype == torch.int32 else 0)
-
-
-def pad_rows(executable: Executable, name: str, tensor: Tensor) -> Tensor:
-    """``tensor`` with rows of padding up to what the plan has; itself where it is that long."""
-    bound = executable.ranks[0].tensors.get(name)
-    if bound is None or tensor.dim() != bound.dim() or tensor.shape[0] >= bound.shape[0]:
-        return tensor
-    rest = (bound.shape[0] - tensor.shape[0], *tensor.shape[1:])
-    return torch.cat([tensor, tensor.new_full(rest, 1 if name == "accepted" else -1)])

@@ -15,13 +15,23 @@ from ..buckets import Buckets
 BY_ROW = ("tokens", "hidden", "positions")  # and the blocks: one entry a row; the others have one a sequence
 
 
-def bucket_of(buckets: Buckets, positions: Tensor) -> int:
-    """Index of the smallest bucket that serves ``positions`` [B, l]. Raises BindError: there is none."""
-    query = buckets.executables[0].plan.spec.step.query
-    if positions.dim() != 2 or not positions.shape[0] or not 1 <= positions.shape[1] <= query:
-        raise BindError(f"positions: shape {tuple(positions.shape)}, a step takes [sequences, 1 to {query} rows]\n"
+def run_step(buckets: Buckets, given: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """One step of the smallest bucket that serves ``given["positions"]`` [B, l], its spare rows padded.
+
+    Returns the plan's outputs as [B, l, ...]: views that the next step of that bucket writes over.
+    Raises BindError: no bucket is so large, or an input is missing, unknown, or does not fit.
+    """
+    positions, query = given.get("positions"), buckets.executables[0].plan.spec.step.query
+    if positions is None or positions.dim() != 2 or not positions.shape[0] or not 1 <= positions.shape[1] <= query:
+        shape = None if positions is None else tuple(positions.shape)
+        raise BindError(f"positions: shape {shape}, a step takes [sequences, 1 to {query} rows]\n"
                         "  fix: pass one row of positions for each sequence, or compile a plan for more rows")
-    return buckets.choose(positions.shape[0])
+    count, length = positions.shape
+    index = buckets.choose(count)
+    executable = buckets.executables[index]
+    write_inputs(executable, given)
+    buckets.run(index)
+    return {name: out.unflatten(0, (-1, query))[:count, :length] for name, out in executable.outputs.items()}
 
 
 def write_inputs(executable: Executable, given: Mapping[str, Tensor | None]) -> None:

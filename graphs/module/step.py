@@ -3,7 +3,7 @@
 Its parameters have the checkpoint's names and shapes. Weights as the kernels read them, states, caches, arenas and
 step inputs are non-persistent buffers. One plan serves one number of sequences; a module holds one or more plans,
 which share weights, states and caches, and a step runs the smallest that fits, its spare rows being padding. On a GPU
-each plan is one captured CUDA graph. Decides which plan runs; everything else was decided when it was compiled.
+each plan is one captured CUDA graph. Everything a step does was decided when its plan was compiled.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..capture import CapturedStep
 from ..load import StateDictSource, TensorSource
 from ..transport import Transport
 from .addresses import Entry, Held, Table, users
-from .inputs import bucket_of, write_inputs
+from .inputs import run_step
 from .parameters import Parameters, Tree, hang, lay_parameters, pull_back, write_packed
 
 STORAGE = "storage"  # the submodule of the buffers
@@ -124,19 +124,10 @@ class DecodeStep(Tree):
         """
         if not self._verified:
             self.verify_addresses()
-        index = bucket_of(self.buckets, positions)
-        executable = self.executables[index]
-        given = {"tokens" if executable.plan.spec.step.source == "tokens" else "hidden": rows, "positions": positions,
-                 "slots": slots, "page_table": page_table, "accepted": accepted,
-                 **{f"block{i}": block for i, block in enumerate(blocks)}}
-        write_inputs(executable, given)
-        if self.graphs:
-            self.graphs[index].replay()
-        else:
-            executable.run()
-        count, length = positions.shape
-        query = executable.plan.spec.step.query
-        return {name: out.unflatten(0, (-1, query))[:count, :length] for name, out in executable.outputs.items()}
+        source = self.executables[0].plan.spec.step.source
+        return run_step(self.buckets, {
+            "tokens" if source == "tokens" else "hidden": rows, "positions": positions, "slots": slots,
+            "page_table": page_table, "accepted": accepted, **{f"block{i}": block for i, block in enumerate(blocks)}})
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """``step``."""

@@ -13,6 +13,7 @@ from k3plan.face import compile_buckets
 from k3plan.graphs.buckets import Buckets, bind_buckets, kept_twice
 from k3plan.graphs.checkpoint import Checkpoint
 from k3plan.graphs.make_checkpoint import make_checkpoint
+from k3plan.graphs.module.inputs import run_step
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (1, 2, 4)
@@ -41,7 +42,8 @@ def inputs(slots: list[int], position: int, tokens: list[int]) -> dict[str, torc
     """One row of each sequence; slot i has pages 4 i to 4 i + 3."""
     pages = torch.tensor([[4 * s + p for p in range(4)] for s in slots])
     return {name: torch.as_tensor(value, dtype=torch.int32) for name, value in {
-        "tokens": tokens, "positions": [position] * len(slots), "slots": slots, "page_table": pages}.items()}
+        "tokens": [[t] for t in tokens], "positions": [[position]] * len(slots), "slots": slots,
+        "page_table": pages}.items()}
 
 
 def storages(buckets: Buckets) -> dict[str, torch.Tensor]:
@@ -73,8 +75,8 @@ def test_the_smallest_bucket_that_holds_the_batch(buckets: Buckets, live: int, b
 def test_a_batch_that_is_too_large(buckets: Buckets) -> None:
     with pytest.raises(BindError, match="5 sequences, the largest bucket has 4"):
         buckets.choose(5)
-    with pytest.raises(BindError, match="needs slots"):
-        buckets.step(tokens=torch.zeros(1))
+    with pytest.raises(BindError, match="has no slots"):
+        run_step(buckets, {**inputs([0], 0, [1]), "slots": None})
 
 
 def test_sequences_move_between_buckets(buckets: Buckets, plans: list[LaunchPlan], checkpoint: Checkpoint) -> None:
@@ -82,8 +84,8 @@ def test_sequences_move_between_buckets(buckets: Buckets, plans: list[LaunchPlan
     alone = bind_buckets(plans[-1:], checkpoint)
     for position, slots in enumerate(([3], [3, 0], [1, 3, 0], [3])):
         tokens = [7 * s + position for s in slots]
-        found = buckets.step(**inputs(slots, position, tokens))
-        wanted = alone.step(**inputs(slots, position, tokens))
+        found = run_step(buckets, inputs(slots, position, tokens))
+        wanted = run_step(alone, inputs(slots, position, tokens))
         assert found["logits"].shape[0] == len(slots)
         # a product of other rows sums in another order
         torch.testing.assert_close(found["logits"], wanted["logits"], rtol=1e-3, atol=1e-5)
@@ -104,7 +106,7 @@ def test_padding_has_no_side_effect(buckets: Buckets) -> None:
             tensor.copy_(before[name])
         for rank in executable.ranks:
             rank.arena.fill_(filling)
-        buckets.step(**inputs([2, 0, 1], 5, [1, 2, 3]))
+        run_step(buckets, inputs([2, 0, 1], 5, [1, 2, 3]))
         outputs = executable.outputs
         assert torch.equal(outputs["logits"][3:], torch.zeros_like(outputs["logits"][3:]))
         assert int(outputs["tokens"][3]) == -1
