@@ -24,6 +24,7 @@ from .inspect import inspect
 from .perfetto import perfetto_json
 from .record import Record, load_record
 from .report_data import report_data
+from .time_table import slow_kinds
 
 # in this order they are one script
 SCRIPTS = ("report_core.js", "report_elements.js", "report_timeline.js", "report_step.js", "report_flow.js",
@@ -68,7 +69,8 @@ class Sources:
         """``path`` is a capture (its plan is ``plan``, or lies beside it) or a launch plan, or was ``compiled``;
         ``plan_file`` with its ``overrides`` says where values came from.
 
-        A capture is inspected, and what that finds comes first. Raises PlanError, RecordError, SpecError.
+        A capture is inspected and its times held against the plan; what that finds comes first. Raises PlanError,
+        RecordError, SpecError.
         """
         origins = load_spec(plan_file, overrides).origins if plan_file is not None else {}
         others = [finding for file in findings for finding in read_findings(file)]
@@ -76,7 +78,7 @@ class Sources:
             return cls(compiled or load_plan(path), None, tuple(others), origins)
         record, its_plan = load_record(path), load_plan(plan or path.with_suffix(".plan.json"))
         found = inspect(its_plan, record, origins).findings
-        return cls(its_plan, record, (*found, *others), origins)
+        return cls(its_plan, record, (*found, *slow_kinds(its_plan, record), *others), origins)
 
     def to_json(self) -> str:
         """What the page shows, as data."""

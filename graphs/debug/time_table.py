@@ -9,7 +9,10 @@ from typing import Any
 from ...compiler.errors import RecordError
 from ...compiler.explain import size, table
 from ...compiler.plan import LaunchPlan
+from .findings import Finding, find, render, to_json
 from .record import Record
+
+SLOW, SLOW_US = 2.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Kind:
     floor_us: float
     planned_us: float
     measured: bool
+    slowest: str  # the launch that took longest
 
     def row(self) -> tuple[str, ...]:
         n = self.count
@@ -55,8 +59,35 @@ def by_kind(plan: LaunchPlan, record: Record) -> list[Kind]:
         choices = [plan.choice(plan.launches[i]) for i in members]
         kinds.append(Kind(kernel, shape, config, source, len(members), sum(x.us or 0.0 for x in timed),
                           sum(x.busy_us or 0.0 for x in timed), sum(x.gap_us or 0.0 for x in timed),
-                          sum(x.floor_us for x in timed), sum(c.us for c in choices), choices[0].measured))
+                          sum(x.floor_us for x in timed), sum(c.us for c in choices), choices[0].measured,
+                          max(timed, key=lambda x: x.us or 0.0).id))
     return sorted(kinds, key=lambda k: -k.us)
+
+
+def slow_kinds(plan: LaunchPlan, record: Record) -> list[Finding]:
+    """Kinds of launches that take more than ``SLOW`` times what the plan expected, the dearest first.
+
+    A launch must be at least ``SLOW_US`` over: what comes before a small one sways its share by as much.
+    """
+    found, step = [], plan.spec.step
+    for kind in sorted(by_kind(plan, record), key=lambda k: k.planned_us - k.us):
+        one, planned = kind.us / kind.count, kind.planned_us / kind.count
+        # of a capture that was not timed every share is 0
+        if one <= SLOW * planned or one - planned < SLOW_US:
+            continue
+        price = "measured on the kernel alone" if kind.measured else "predicted"
+        many = f"{kind.count} launches" if kind.count > 1 else "one launch"
+        text = (f"{kind.kernel} at {kind.shape}: {one:.1f} us a launch, {one / planned:.1f} x its planned "
+                f"{planned:.1f} us ({price}); {many} make the step {(kind.us - kind.planned_us) / 1e3:.3f} ms longer")
+        rows, tune = f"--rows {step.sequences}x{step.query}", "k3plan tune PLAN.yaml"
+        if kind.kernel.startswith("torch.") and kind.kernel != "torch.linear":
+            # tune times the kernels of the menus and the library's product
+            fix = (f"Run k3plan explain PLAN {kind.slowest}, time what else it lists with {tune} --only KERNEL {rows}, "
+                   "and compile again.")
+        else:
+            fix = f"Run {tune} --only {kind.kernel} {rows} on this GPU, and compile again."
+        found.append(find("CG-055", text, plan=plan, launch=kind.slowest, fix=fix))
+    return found
 
 
 def _shape(plan: LaunchPlan, index: int) -> str:
@@ -79,9 +110,11 @@ def show_times(plan: LaunchPlan, record: Record, by: str = "kind") -> str:
         f"launches sum to {sums['us'] / 1e3:.3f} ms inside a profiled replay{against}",
         f"kernels ran {sums['busy_us'] / 1e3:.3f} ms in all, nothing ran for {sums['gap_us'] / 1e3:.3f} ms; byte floor "
         f"{sums['floor_us'] / 1e3:.3f} ms, planned {plan.us / 1e3:.3f} ms",
-        "a launch's us is its share of the step: from the end of all before it to its own end", "",
+        "a launch's us is its share of the step: from the end of all before it to its own end",
     ]
-    return "\n".join(lines) + (show_kinds(by_kind(plan, record)) if by == "kind" else show_launches(plan, record))
+    lines.append(show_kinds(by_kind(plan, record)) if by == "kind" else show_launches(plan, record))
+    slow = slow_kinds(plan, record)
+    return "\n".join([*lines, *(["findings", render(slow)] if slow else [])])
 
 
 def times_json(plan: LaunchPlan, record: Record, by: str = "kind") -> str:
@@ -93,7 +126,8 @@ def times_json(plan: LaunchPlan, record: Record, by: str = "kind") -> str:
          "planned_us": plan.choice(launch).us, "planned_is_measured": plan.choice(launch).measured}
         for launch, own in zip(plan.launches, record.launches, strict=True)]
     return json.dumps({"replay_us": record.replay_us, "host_us": record.host_us, "totals": totals(record),
-                       "planned_us": plan.us, "kinds" if by == "kind" else "launches": rows}, indent=1)
+                       "planned_us": plan.us, "kinds" if by == "kind" else "launches": rows,
+                       "findings": to_json(slow_kinds(plan, record))}, indent=1)
 
 
 def show_launches(plan: LaunchPlan, record: Record) -> str:

@@ -11,7 +11,7 @@ from k3plan.compiler.errors import RecordError
 from k3plan.graphs.debug import time as timing
 from k3plan.graphs.debug.record import Node, Record
 from k3plan.graphs.debug.time import Span, match, time_replay, with_times
-from k3plan.graphs.debug.time_table import by_kind, show_kinds, show_times, times_json, totals
+from k3plan.graphs.debug.time_table import by_kind, show_kinds, show_times, slow_kinds, times_json, totals
 
 PLAN = small_plan()
 RECORD = replace(made_record(PLAN), replay_us=260.0)
@@ -80,12 +80,48 @@ def test_a_second_stream_in_the_plan() -> None:
 
 def test_tables_and_their_json() -> None:
     timed = with_times(RECORD, [chain(4.0, 5.0)])
-    text = show_times(PLAN, timed, "launch")
+    text, _, found = show_times(PLAN, timed, "launch").partition("\nfindings\n")
     assert len(text.splitlines()) == len(PLAN.launches) + 4
+    assert found.startswith("CG-055 warning: ")
     assert text.splitlines()[-1].endswith(f"{5.0 * len(PLAN.launches) - 1:.1f}")
     data = json.loads(times_json(PLAN, timed, "launch"))
     assert data["totals"]["us"] == pytest.approx(sum(row["us"] for row in data["launches"]))
     assert f"{(5 * len(PLAN.launches) - 1) / 260:.2f} of the replay" in show_times(PLAN, timed)
+
+
+def priced(us: float, kernel: str) -> Record:
+    """Every launch as planned, those of ``kernel`` ``us`` longer."""
+    return replace(RECORD, launches=tuple(
+        replace(own, us=PLAN.choice(x).us + us * (PLAN.choice(x).kernel == kernel), busy_us=1.0, gap_us=0.0)
+        for x, own in zip(PLAN.launches, RECORD.launches, strict=True)))
+
+
+def test_a_launch_that_takes_many_times_its_price() -> None:
+    at = next(x for x in PLAN.launches if PLAN.choice(x).kernel.endswith("kda_decode"))
+    kernel, planned = PLAN.choice(at).kernel, PLAN.choice(at).us
+    assert slow_kinds(PLAN, priced(0.0, kernel)) == []
+    assert slow_kinds(PLAN, priced(planned * 0.9, kernel)) == []
+    (found,) = slow_kinds(PLAN, priced(24 * planned, kernel))
+    count = sum(PLAN.choice(x).kernel == kernel for x in PLAN.launches)
+    assert (found.code, found.severity, found.launch, found.layer) == ("CG-055", "warning", at.id, at.layer)
+    assert f"{25 * planned:.1f} us a launch, 25.0 x its planned {planned:.1f} us" in found.text
+    assert f"{count} launches make the step {24 * planned * count / 1e3:.3f} ms longer" in found.text
+    assert f"k3plan tune PLAN.yaml --only {kernel} --rows 1x1" in found.fix
+    shown = show_times(PLAN, priced(24 * planned, kernel))
+    assert "CG-055 warning" in shown
+    assert "CG-055" not in show_times(PLAN, priced(0.0, kernel))
+    (told,) = json.loads(times_json(PLAN, priced(24 * planned, kernel)))["findings"]
+    assert (told["code"], told["fix"]) == ("CG-055", found.fix)
+
+
+def test_a_slow_op_of_torch_names_what_competes_with_it() -> None:
+    """It cannot be tuned: the others must have measured prices."""
+    index = next(i for i, x in enumerate(PLAN.launches) if PLAN.choice(x).kernel.endswith("kda_decode"))
+    kernel = PLAN.choice(PLAN.launches[index]).kernel
+    plan = replace(PLAN, choices=tuple(replace(c, kernel="torch.mla_attend") if c.kernel == kernel else c
+                                       for c in PLAN.choices))
+    (found,) = slow_kinds(plan, priced(100.0, kernel))
+    assert f"k3plan explain PLAN {PLAN.launches[index].id}" in found.fix
 
 
 @pytest.mark.parametrize(("record", "by", "message"), [
