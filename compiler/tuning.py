@@ -45,13 +45,15 @@ class Setting:
 
 
 def shape_key(region: Region) -> str:
-    """Shapes of a region's inputs in pattern order, index tensors left out; the dtype where it is not bf16."""
+    """Shapes of a region's inputs in pattern order, index tensors left out; the dtype where it is not bf16, and where
+    an op rounds its rows to another: ``8x3584:mxfp8``."""
+    rounded = {node.inputs[0]: node.attrs["activation"] for node in region.nodes if "activation" in node.attrs}
     parts = []
     for name in region.inputs:
         value = region.graph.values[name]
         if value.role != "index":
-            text = "x".join(map(str, value.shape))
-            parts.append(text if value.dtype == "bf16" else f"{text}:{value.dtype}")
+            text, dtype = "x".join(map(str, value.shape)), rounded.get(name, value.dtype)
+            parts.append(text if dtype == "bf16" else f"{text}:{dtype}")
     return ",".join(parts)
 
 
