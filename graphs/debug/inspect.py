@@ -246,14 +246,14 @@ def _short(plan: LaunchPlan, index: int) -> str:
 
 
 def _named(node: Node) -> str:
-    return f" {node.function}" if node.function else ""
+    return f" {node.title}" if node.function else ""
 
 
 def _functions(nodes: Sequence[Node]) -> tuple[tuple[str, int, str, str, str], ...]:
     grouped: dict[str, list[Node]] = {}
     for node in nodes:
         if node.kind == "kernel":
-            grouped.setdefault(node.function, []).append(node)
+            grouped.setdefault(node.title, []).append(node)
     rows = []
     for name, own in sorted(grouped.items(), key=lambda item: -len(item[1])):
         blocks = [n.grid[0] * n.grid[1] * n.grid[2] for n in own]

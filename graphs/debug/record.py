@@ -6,8 +6,10 @@ read it. Indexes are positions in the record's own lists; ``launch`` counts the 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +55,36 @@ class Node:
     shared_bytes: int = 0
     launch: int | None = None
     stream: int = 0
+
+    @property
+    def title(self) -> str:
+        """What a person calls the function: a mangled C++ name as its outer name and the functor inside, if any."""
+        return plain_name(self.function)
+
+
+@cache
+def plain_name(function: str) -> str:
+    """``at::native::vectorized_elementwise_kernel (FillFunctor)`` of that kernel's mangled name; others as they are."""
+    if not function.startswith("_Z"):
+        return function
+    # without literal template arguments, whose digits are no lengths of names
+    text, nested = re.sub(r"L[a-z]n?\d+E", "", function), function[2] == "N"
+    outer, inner, at, inside = [], "", 3 if nested else 2, False
+    while at < len(text):
+        digits = re.match(r"\d+", text[at:])
+        start = at + len(digits[0]) if digits else at + 1
+        name = text[start : start + int(digits[0])] if digits else ""
+        if not name.isidentifier():
+            # the outer name ends where its template arguments begin
+            at, inside = start, True
+            continue
+        at = start + len(name)
+        if not inside and "GLOBAL__N" not in name:
+            outer.append(name)
+        elif re.search(r"Functor|_cuda$|_impl$|_scalar$|_kernel$", name) and "gpu_kernel" not in name:
+            inner = inner or name
+        inside = inside or not nested
+    return "::".join(outer) + (f" ({inner})" if inner else "") or function
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def report_data(plan: LaunchPlan, record: Record | None = None, findings: Sequen
                     for n, b in plan.buffers.items()],
         "links": [[x.source, x.target, strings(x.kind)] for x in links(plan, record)],
         "spans": [[s.title, s.layer, strings(s.kind), s.first, s.last, s.form] for s in spans(plan)],
-        "graph_nodes": [[strings(n.kind), strings(n.function), shapes(n.grid), shapes(n.block), n.shared_bytes,
+        "graph_nodes": [[strings(n.kind), strings(n.title), shapes(n.grid), shapes(n.block), n.shared_bytes,
                          n.stream] for n in (record.nodes if record else ())],
         "pointers": [[strings(p.name), p.address, p.bytes, strings(p.kind), list(p.readers), list(p.writers)]
                      for p in (record.pointers if record else ())],

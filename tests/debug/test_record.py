@@ -59,3 +59,19 @@ def test_what_is_no_record_is_refused(tmp_path: Path, text: str, message: str) -
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="No such file"):
         load_record(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(("function", "title"), [
+    ("_exchange", "_exchange"), ("", ""),
+    ("_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIfEESt5arrayIPcLm1EEEEviT0_T1_",
+     "at::native::vectorized_elementwise_kernel (FillFunctor)"),
+    ("_ZN2at6native18elementwise_kernelILi128ELi2EZNS0_22gpu_kernel_impl_nocastIZZZNS0_49_GLOBAL__N__d2ba64fb_16_"
+     "TensorCompare_cu_71e06f4e17where_kernel_implERNS_14TensorIteratorEENKUlvE_clEv",
+     "at::native::elementwise_kernel (where_kernel_impl)"),
+    ("_ZN50_GLOBAL__N__fa15d16e_17_RangeFactories_cu_38772b0829elementwise_kernel_with_indexIiZZZN2at6native15"
+     "arange_cuda_outERKN3c106ScalarES6_", "elementwise_kernel_with_index"),
+    ("_Z16gemmSN_TN_kernelIfLi128ELi16ELi2ELi4ELi6ELi7ELb0E30cublasGemvTensorStridedBatchedIKfES2_", "gemmSN_TN_kernel"),
+])
+def test_names_of_functions(function: str, title: str) -> None:
+    """Kernels of torch and cuBLAS in a capture of an H200."""
+    assert Node(0, "kernel", function).title == title

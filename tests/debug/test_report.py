@@ -100,7 +100,7 @@ def check_record_in_data(record: Record, data: dict[str, Any]) -> None:
         if launch.us is not None:
             assert (row["us"], row["basis"]) == (pytest.approx(launch.us, abs=1e-4), "graph")
             assert (row["busy_us"], row["idle_us"]) == (launch.busy_us, launch.gap_us)
-    assert [(n.kind, n.function, list(n.grid), list(n.block), n.shared_bytes) for n in record.nodes] == [
+    assert [(n.kind, n.title, list(n.grid), list(n.block), n.shared_bytes) for n in record.nodes] == [
         tuple(row.values())[:5] for row in data["graph_nodes"]]
     assert [(p.name, p.address, p.bytes, p.kind, list(p.readers), list(p.writers)) for p in record.pointers] == [
         tuple(row.values()) for row in data["pointers"]]
