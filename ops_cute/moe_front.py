@@ -57,7 +57,7 @@ from .moe_parts import (
     situ,
     stream_policy,
 )
-from .moe_topk import choose
+from .moe_topk import choose, clear_keys
 from .primitives import lane_xor, load_shared, load_words, mma, pack, select, store_shared, store_words
 
 COPIER, FINISHER, ROUTER = WARPS, WARPS + 1, WARPS + 2
@@ -209,7 +209,6 @@ def _route(at: Any, logits: Any, bias: Any, block: Any, lane: Any, shared: Any, 
         while late != 0:
             words = [look(row + Int64(lane + 32 * i) * 4, guard, 1)[0] for i, guard in enumerate(guards)]
             late = is_late(words)
-        cute.arch.sync_warp()
         choose([word.bitcast(Float32) for word in words], bias, [lane + 32 * i for i in range(p.keys)], guards, lane,
                shared, where, at.ids.toint() + Int64(token * p.top_k) * 4,
                at.weights.toint() + Int64(token * p.top_k) * 4, p)
@@ -231,6 +230,7 @@ def _moe_front(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
     elif warp >= FINISHER:
         bias = [load_words(at.bias.toint() + Int64(lane + 32 * i) * 4, 1, guard=select(
             lane + 32 * i < p.router, Int32(1), Int32(0)))[0].bitcast(Float32) for i in range(p.keys)]
+        clear_keys(lane, Int32(warp == ROUTER), shared, where, p)
         await_producers(p.dependent)
         epochs = at.epochs.toint() + Int64(block) * 4
         epoch = load_words(epochs, 1)[0]

@@ -86,8 +86,13 @@ class Static:
         return self.router_units + self.plain_units + 2 * self.pairs // TILE
 
     @property
+    def routers(self) -> int:
+        """Warps that choose the experts of a row."""
+        return 1
+
+    @property
     def keys(self) -> int:
-        """Experts of one lane of the warp that routes."""
+        """Experts of a row, in parts of a warp's lanes."""
         return -(-self.router // 32)
 
     def place(self) -> dict[str, int]:
@@ -95,7 +100,7 @@ class Static:
         sizes = {
             "ring": self.slots * self.slot_bytes, "partials": 2 * PARTIALS, "full": 8 * self.slots,
             "empty": 8 * self.slots, "partials_full": 16, "partials_empty": 16, "keys": 8 * 32 * self.keys,
-            "logits": 4 * 32 * self.keys, "best": 8 * 32,
+            "scores": 4 * 32 * self.keys, "best": 8 * 32, "tops": 8 * 32 * self.routers, "found": 4,
         }
         found, at = {}, 0
         for name, size in sizes.items():

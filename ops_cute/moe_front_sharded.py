@@ -6,14 +6,14 @@ this rank, ``latent`` bf16 [T, P ranks], ``ids`` i32 and ``weights`` fp32 [T, k]
 
 Layout: the blocks of ``moe_front.py``; what is to be gathered goes from the finishing warp's registers into the
 mailboxes of all ranks (``mailbox.py``), this one's too: of a token, a unit of the router is two fragments (4 logits
-each) and a unit of the latent is one (8 numbers). One warp of block ``blocks - 1 - t`` waits for the logits of row t
-and chooses; the same warp of the first blocks copies 32 fragments of the latent each.
+each) and a unit of the latent is one (8 numbers). Of block ``blocks - 1 - t`` the warps that have multiplied wait for
+the logits of row t, a fragment a lane, and choose; one warp of the first blocks copies 32 fragments of the latent each.
 
 Waits: (0) "logits of a row", (1) "latent of a row". No block waits for another block of its launch but through what
 all ranks send, and the warps that send never wait; so a launch ends once every rank has begun its own and all blocks
 of a rank run at once: there is one for each multiprocessor. For several ranks of one process, which do not fit,
 sending and collecting are two launches. The weights are on their way before the wait for the producers.
-Epochs: one for each block, as ``mailbox.py`` says, counted by the warp that collects after both that use it have read
+Epochs: one for each block, as ``mailbox.py`` says, counted by the warp that collects after all that use it have read
 it.
 Numerics: logits travel as fp32, the latent as bf16, rounded once; every rank chooses from the same bits.
 Bytes of a TP16 rank of Kimi K3 at one row: 15.0 MB, floor 5.7 us on an H200 (2.35 us + bytes / 4.44 TB/s); 131 units
@@ -21,6 +21,7 @@ on 132 blocks, so that all the weights of the chip are in shared memory (115 KB 
 Measured: no times. On an H200 it ran without a hang for all 16 and 8 ranks of a group in one process, and in loopback;
 its results were compared with the ops on the tests' emulator (2 ranks, four launches, ids exact), not yet on a GPU.
 """
+# ruff: noqa: SIM102 - what is known while the kernel is traced stands alone
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ from .moe_front import (
 from .moe_front_plan import THREADS, TILE, TOKENS, Config
 from .moe_front_plan import Static as Plan
 from .moe_parts import multiprocessors, situ
-from .moe_topk import choose
+from .moe_topk import choose, clear_keys
 from .primitives import lane_value, lane_xor, load_words, pack, select, store_words
 from .protocol import PROTOCOL
 
@@ -82,9 +83,17 @@ class Static(Plan):
         return self.of_logits + self.of_latent
 
     @property
+    def readers(self) -> int:
+        """Threads that read the epoch, in a block that does not route."""
+        return 64 if self.phase == WHOLE else 32
+
+    @property
+    def routers(self) -> int:
+        return -(-self.ranks * self.of_logits // 32)
+
+    @property
     def keys(self) -> int:
-        """Experts of one lane of the warp that routes: whole fragments of 4."""
-        return 4 * -(-self.ranks * self.of_logits // 32)
+        return 4 * self.routers
 
 
 @cute.jit
@@ -116,36 +125,44 @@ def _send_units(at: Any, box: Any, block: Any, lane: Any, shared: Any, where: cu
         done = done + 1
 
 
-def _look_afresh(box: Any, looks: Any) -> None:
-    """Forgets the looks that were counted in a branch: they are not known behind it."""
-    if box.limit:
-        box.looks = looks
+@cute.jit
+def _epoch_is_read(block: Any, p: cutlass.Constexpr):
+    """By a warp that uses the epoch, once it has: it may be counted up."""
+    if block >= p.blocks - p.tokens:
+        cute.arch.barrier_arrive(barrier_id=EPOCH_READ, number_of_threads=p.readers + 32 * p.routers, aligned=False)
+    else:
+        cute.arch.barrier_arrive(barrier_id=EPOCH_READ, number_of_threads=p.readers, aligned=False)
 
 
 @cute.jit
-def _route(at: Any, box: Any, bias: Any, experts: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
-           p: cutlass.Constexpr):
-    """One warp of one block for each row: waits for the row's logits of all ranks and chooses."""
+def _await_readers(block: Any, p: cutlass.Constexpr):
+    if block >= p.blocks - p.tokens:
+        cute.arch.barrier(barrier_id=EPOCH_READ, number_of_threads=p.readers + 32 * p.routers)
+    else:
+        cute.arch.barrier(barrier_id=EPOCH_READ, number_of_threads=p.readers)
+
+
+def _place_of_logits(thread: Any, p: Static) -> tuple[Any, Any]:
+    """The sender of a thread's fragment of logits and its number among the sender's; the last for threads too many."""
+    index = cutlass.min(thread, Int32(p.ranks * p.of_logits - 1))
+    return index // p.of_logits, index % p.of_logits
+
+
+@cute.jit
+def _route(at: Any, bias: Any, block: Any, thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """Some warps of one block for each row: wait for the row's logits of all ranks and choose."""
     token = p.blocks - 1 - block
-    look, wait, arm, report = box.look, box.wait, box.arm, box.report
-    looks = box.looks if p.limit else None
-    if token < p.tokens:
-        total = p.ranks * p.of_logits
-        places = []
-        for i in cutlass.range_constexpr(p.keys // 4):
-            index = cutlass.min(lane + 32 * i, Int32(total - 1))
-            places.append((index // p.of_logits, token * p.fragments + index % p.of_logits))
-        looked = [look(sender, fragment) for sender, fragment in places]
-        received = [wait(one) for one in looked]
-        report([(sender, words) for (sender, _), words in zip(places, received, strict=True)], 0)
-        cute.arch.sync_warp()
-        real = [select(lane + 32 * i < total, Int32(1), Int32(0)) for i in range(p.keys // 4)]
-        for i in cutlass.range_constexpr(p.keys // 4):
-            arm(*places[i], real[i])
-        choose([word.bitcast(Float32) for words in received for word in words], bias, experts,
-               [flag for flag in real for _ in range(4)], lane, shared, where, at["ids"] + Int64(token * p.top_k) * 4,
-               at["weights"] + Int64(token * p.top_k) * 4, p)
-    _look_afresh(box, looks)
+    box = Mailbox(at, ranks=p.ranks, slot=p.slot, block=block, limit=p.limit)
+    sender, inside = _place_of_logits(thread, p)
+    place = sender, token * p.fragments + inside
+    words = box.wait(box.look(*place))
+    box.report([(sender, words)], 0)
+    cute.arch.sync_warp()
+    real = select(thread < p.ranks * p.of_logits, Int32(1), Int32(0))
+    first = 4 * (sender * p.of_logits + inside)
+    choose([word.bitcast(Float32) for word in words], bias, [first + i for i in range(4)], [real] * 4, thread, shared,
+           where, at["ids"] + Int64(token * p.top_k) * 4, at["weights"] + Int64(token * p.top_k) * 4, p)
+    box.arm(*place, real)
 
 
 @cute.jit
@@ -178,27 +195,33 @@ def _moe_front_sharded(arguments: Any, names: cutlass.Constexpr, p: cutlass.Cons
         if cutlass.const_expr(p.phase != COLLECT):
             copy_units(at["router"], at["weight"], block, lane, shared, where, p)
     elif warp >= FINISHER:
-        bias, experts = [], []
-        for i in cutlass.range_constexpr(p.keys // 4):
-            first = 4 * cutlass.min(lane + 32 * i, Int32(p.ranks * p.of_logits - 1))
-            bias += [word.bitcast(Float32) for word in load_words(at["bias"] + Int64(first) * 4)]
-            experts += [first + j for j in range(4)]
         await_producers(p.dependent)
         box = Mailbox(at, ranks=p.ranks, slot=p.slot, block=block, limit=p.limit, multicast=p.multicast)
         count = box.count
-        cute.arch.barrier(barrier_id=EPOCH_READ, number_of_threads=64)
         if warp == FINISHER:
             if cutlass.const_expr(p.phase != COLLECT):
                 _send_units(at, box, block, lane, shared, where, p)
+            if cutlass.const_expr(p.phase == WHOLE):
+                _epoch_is_read(block, p)
         elif cutlass.const_expr(p.phase != PUBLISH):
-            _route(at, box, bias, experts, block, lane, shared, where, p)
             _gather(at, box, block, lane, p)
             cute.arch.sync_warp()
+            _await_readers(block, p)
             count(select(lane == 0, Int32(1), Int32(0)))
     else:
+        routes = select((block >= p.blocks - p.tokens) & (thread < 32 * p.routers), Int32(1), Int32(0))
+        if cutlass.const_expr(p.phase != PUBLISH):
+            sender, inside = _place_of_logits(thread, p)
+            first = 4 * (sender * p.of_logits + inside)
+            bias = [word.bitcast(Float32) for word in load_words(at["bias"] + Int64(first) * 4, guard=routes)]
+            clear_keys(thread, routes, shared, where, p)
         await_producers(p.dependent)
         if cutlass.const_expr(p.phase != COLLECT):
             multiply_units(at["x"], block, warp, lane, shared, where, p)
+        if cutlass.const_expr(p.phase != PUBLISH):
+            if routes != 0:
+                _route(at, bias, block, thread, shared, where, p)
+                _epoch_is_read(block, p)
 
 
 def _static(call: Call, tensors: dict[str, torch.Tensor], ranks: int) -> Static:

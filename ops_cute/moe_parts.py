@@ -94,6 +94,12 @@ def store_word(at: Any, value: Any, guard: Any = 1) -> None:
     ptx("{ .reg .pred g; setp.ne.b32 g, $2, 0; @g st.shared.b32 [$0], $1; }", [], [at, value, Int32(guard)])
 
 
+def add_shared(at: Any, value: Any, guard: Any) -> Any:
+    """Adds to a word together with other threads: what it was before; undefined where ``guard`` is false."""
+    return ptx("{ .reg .pred g; setp.ne.b32 g, $3, 0; mov.b32 $0, 0; @g atom.shared.add.u32 $0, [$1], $2; }", [Int32],
+               [at, value, Int32(guard)])
+
+
 def set_bits(at: Any, bits: Any, guard: Any) -> None:
     """Or of ``bits`` into a word, together with other threads."""
     ptx("{ .reg .pred g; setp.ne.b32 g, $2, 0; @g red.shared.or.b32 [$0], $1; }", [], [at, bits, Int32(guard)])

@@ -1,9 +1,9 @@
-"""The exact top-k of a row of router logits by one warp, as a function that a kernel calls while it is traced.
+"""The exact top-k of a row of router logits by some warps of a block, as a function that a kernel calls while traced.
 
 Keys are 64 bits and all different: the choice (sigmoid + bias) in an order that integers compare, then the inverted id,
-so that a tie goes to the lower id and the result is the same whatever the values. Of the 32 largest keys of a lane the
-k-th is a lower bound of the row's k-th; the few keys that reach it are ranked by counting. A row of equal scores leaves
-k candidates, the worst row 16 lanes of them.
+so that a tie goes to the lower id and the result is the same whatever the values. The lanes of all warps make k groups
+or more, and the least of the groups' largest keys is reached by k keys at least: it leaves 43 of 896 at k = 16, which
+are ranked by counting. A row of equal scores leaves k, the worst row all but those of k - 1 groups.
 A NaN ranks behind every number and weighs 0. The exponential is a polynomial of one ulp and the division is exact, so
 that scores, and with them ids, are those of the op up to the last bit or two of a score.
 """
@@ -16,13 +16,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .moe_parts import load_word, store_word
-from .primitives import lane_value, load_shared, ptx, select, store_shared, store_words, sum_lanes
+from .moe_parts import add_shared, load_word, store_word
+from .primitives import WARP, lane_xor, load_shared, ptx, select, store_shared, store_words, sum_lanes
 
 LOWEST = -(2**31)  # behind the order of -inf
 LAST_NUMBER = -3.4028234663852886e38
 MINUS_INFINITY = float("-inf")
 SIGN = 0x7FFFFFFF
+CHOOSING = 2  # named barrier of the warps that choose
+AT_ONCE = 16  # candidates that a thread compares its own with before it looks whether there are more
 
 
 def exact_exp(x: Any) -> Any:
@@ -80,78 +82,121 @@ def _whole(low: Any, high: Any) -> Any:
     return ptx("mov.b64 $0, {$1, $2};", [Int64], [low, high], pure=True)
 
 
+def least_of_lanes(word: Any) -> Any:
+    """The least Int32 of a warp, in every lane."""
+    return ptx("redux.sync.min.s32 $0, $1, 0xffffffff;", [Int32], [word])
+
+
 def highest_bit(word: Any) -> Any:
     """The number of the highest bit that is set."""
     return ptx("bfind.u32 $0, $1;", [Int32], [word], pure=True)
-
-
-def _key_of_lane(key: Any, lane: Any) -> Any:
-    return _whole(*(lane_value(half, lane) for half in _halves(key)))
 
 
 def _flag(condition: Any) -> Any:
     return select(condition, Int32(1), Int32(0))
 
 
-def _bound(orders: Sequence[Any], experts: Sequence[Any], top_k: int) -> Any:
-    """The key that is the ``top_k``-th of the largest of each lane. A lane's ids rise: the first of equals is ahead."""
+def _keys_at(at: Any) -> list[Any]:
+    """Two keys of shared memory."""
+    words = [value.bitcast(Int32) for value in load_shared(at, 4)]
+    return [_whole(*words[:2]), _whole(*words[2:])]
+
+
+def _largest(orders: Sequence[Any], experts: Sequence[Any]) -> Any:
+    """A lane's largest key. Its ids rise: the first of equals is ahead."""
     best, expert = orders[0], experts[0]
     for order, other in zip(orders[1:], experts[1:], strict=True):
         ahead = order > best
         best, expert = select(ahead, order, best), select(ahead, other, expert)
-    largest = key_of(best, expert)
-    rank = Int32(0)
-    for lane in range(32):
-        rank = rank + _flag(_key_of_lane(largest, Int32(lane)) > largest)
-    holder = cute.arch.vote_ballot_sync(rank == top_k - 1)
-    return _key_of_lane(largest, highest_bit(holder))
+    return key_of(best, expert)
+
+
+def _bound(largest: Any, top_k: int) -> Any:
+    """A key that ``top_k`` keys reach, from the largest of each lane: the least of those of groups of lanes."""
+    step, groups = 1, 1 << (top_k - 1).bit_length()
+    while step < WARP // groups:
+        other = _whole(*(lane_xor(half, step) for half in _halves(largest)))
+        largest = select(other > largest, other, largest)
+        step *= 2
+    low, high = _halves(largest)
+    least = least_of_lanes(high)
+    return _whole(least_of_lanes(select(high == least, low, Int32(SIGN))), least)
+
+
+def clear_keys(thread: Any, guard: Any, shared: Any, where: Any, p: Any) -> None:
+    """Before ``choose``, by its threads (``guard`` 1): keys behind every other where no candidate will be."""
+    none = [Int32(0).bitcast(Float32), Int32(LOWEST).bitcast(Float32)]
+    for start in range(0, 16 * p.keys, WARP * p.routers):
+        inside = thread + start
+        store_shared(shared + where["keys"] + inside * 16, none * 2, guard=_flag(inside < 16 * p.keys) & guard)
+    store_word(shared + where["found"], Int32(0), _flag(thread == 0) & guard)
+
+
+def _meet(p: Any) -> None:
+    """The threads that choose."""
+    cute.arch.sync_warp()
+    if p.routers > 1:
+        cute.arch.barrier(barrier_id=CHOOSING, number_of_threads=WARP * p.routers)
 
 
 @cute.jit
-def choose(logits: Any, bias: Any, experts: Any, real: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+def choose(logits: Any, bias: Any, experts: Any, real: Any, thread: Any, shared: Any, where: cutlass.Constexpr,
            ids: Any, weights: Any, p: cutlass.Constexpr):
-    """Stores ids (i32, in falling order) and weights (fp32) of one row at two addresses. A lane holds ``logits`` and
-    ``bias`` of some ``experts`` (rising ids), those that are ``real`` (1, else 0); the lanes hold each expert once.
-    Shared memory has room for every key and logit."""
-    orders = []
+    """Stores ids (i32, in falling order) and weights (fp32) of one row at two addresses. ``p.routers`` warps call it,
+    ``thread`` counts through them. A lane holds ``logits`` and ``bias`` of some ``experts`` (rising ids), those that
+    are ``real`` (1, else 0); the lanes hold each expert once. ``clear_keys`` comes before."""
+    scores, orders = [], []
     for i in cutlass.range_constexpr(len(logits)):
-        choice = select(logits[i] == logits[i], score_of(logits[i]) + bias[i], Float32(LAST_NUMBER))
+        scores.append(score_of(logits[i]))
+        choice = select(logits[i] == logits[i], scores[i] + bias[i], Float32(LAST_NUMBER))
         choice = select(choice == choice, choice, Float32(MINUS_INFINITY))
         orders.append(select(real[i] == 1, order_of(choice), Int32(LOWEST)))
-    bound = _bound(orders, experts, p.top_k)
-    reach = [_flag(key_of(order, expert) >= bound) for order, expert in zip(orders, experts, strict=True)]
+    largest = _largest(orders, experts)
+    if cutlass.const_expr(p.routers > 1):
+        tops = shared + where["tops"]
+        store_shared(tops + thread * 8, [half.bitcast(Float32) for half in _halves(largest)])
+        _meet(p)
+        for warp in cutlass.range_constexpr(p.routers):
+            top = load_shared(tops + (thread % WARP + WARP * warp) * 8, 2)
+            top = _whole(*(half.bitcast(Int32) for half in top))
+            largest = select(top > largest, top, largest)
+    else:
+        _meet(p)
+    bound = _bound(largest, p.top_k)
+    reach = [_flag(key_of(order, expert) >= bound) & is_real
+             for order, expert, is_real in zip(orders, experts, real, strict=True)]
     count = Int32(0)
     for flag in reach:
         count = count + flag
-    after = count
-    for step in cutlass.range_constexpr(5):
-        lower = cute.arch.shuffle_sync_up(after, 1 << step, mask_and_clamp=0)
-        after = after + select(lane >= (1 << step), lower, Int32(0))
-    found = lane_value(after, Int32(31))
-    place = after - count
+    place = add_shared(shared + where["found"], count, _flag(count > 0))
     for i in cutlass.range_constexpr(len(logits)):
-        store_word(shared + where["keys"] + place * 8, SIGN - experts[i], reach[i])
-        store_word(shared + where["keys"] + place * 8 + 4, orders[i], reach[i])
-        store_shared(shared + where["logits"] + place * 4, [logits[i]], guard=reach[i])
+        halves = [half.bitcast(Float32) for half in (SIGN - experts[i], orders[i])]
+        store_shared(shared + where["keys"] + place * 8, halves, guard=reach[i])
+        # one warp has many keys a lane, and no registers for their scores as well
+        kept = logits[i] if p.routers == 1 else scores[i]
+        store_shared(shared + where["scores"] + place * 4, [kept], guard=reach[i])
         place = place + reach[i]
-    cute.arch.sync_warp()
-    for mine in cutlass.range(lane, found, 32, unroll=1):
-        at = shared + where["keys"] + mine * 8
-        key = _whole(load_word(at), load_word(at + 4))
+    _meet(p)
+    found = load_word(shared + where["found"])
+    for mine in cutlass.range(thread, found, WARP * p.routers, unroll=1):
+        low, high = (half.bitcast(Int32) for half in load_shared(shared + where["keys"] + mine * 8, 2))
+        key = _whole(low, high)
         rank = Int32(0)
-        for other in cutlass.range(found, unroll=8):
-            one = shared + where["keys"] + other * 8
-            rank = rank + _flag(_whole(load_word(one), load_word(one + 4)) > key)
-        inside = _flag(rank < p.top_k)
-        best = shared + where["best"] + rank * 8
-        store_word(best, SIGN - load_word(at), inside)
-        store_shared(best + 4, [load_shared(shared + where["logits"] + mine * 4)], guard=inside)
-    cute.arch.sync_warp()
-    real = _flag(lane < p.top_k)
-    best = shared + where["best"] + lane * 8
-    score = select(real == 1, score_of(load_shared(best + 4)), Float32(0.0))
-    weight = score
-    if cutlass.const_expr(p.renormalize):
-        weight = divide(score, sum_lanes(score) + 1e-20)
-    store_words(ids + Int64(lane) * 4, [load_word(best)], guard=real)
-    store_words(weights + Int64(lane) * 4, [(weight * p.scaling).bitcast(Int32)], guard=real)
+        for first in cutlass.range(0, found, AT_ONCE, unroll=1):
+            at = shared + where["keys"] + first * 8
+            for pair in cutlass.range_constexpr(AT_ONCE // 2):
+                for other in _keys_at(at + pair * 16):
+                    rank = rank + _flag(other > key)
+        both = [(SIGN - low).bitcast(Float32), load_shared(shared + where["scores"] + mine * 4)]
+        store_shared(shared + where["best"] + rank * 8, both, guard=_flag(rank < p.top_k))
+    _meet(p)
+    if thread < WARP:
+        chosen = _flag(thread < p.top_k)
+        best = load_shared(shared + where["best"] + thread * 8, 2)
+        score = score_of(best[1]) if p.routers == 1 else best[1]
+        score = select(chosen == 1, score, Float32(0.0))
+        weight = score
+        if cutlass.const_expr(p.renormalize):
+            weight = divide(score, sum_lanes(score) + 1e-20)
+        store_words(ids + Int64(thread) * 4, [best[0].bitcast(Int32)], guard=chosen)
+        store_words(weights + Int64(thread) * 4, [(weight * p.scaling).bitcast(Int32)], guard=chosen)

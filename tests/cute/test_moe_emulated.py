@@ -16,7 +16,7 @@ import torch
 import warp_emulator
 from kernel_check import Case, Setting
 
-from k3plan.compiler.call import emulated_links
+from k3plan.compiler.call import emulated_links, loopback_link
 from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.kernel import Menu, Region
 from k3plan.compiler.ops import OPS
@@ -33,7 +33,7 @@ ROUTED = replace(SMALL, experts=64, top_k=5, latent=64)
 @cache
 def modules() -> dict[str, Any]:
     return warp_emulator.load(("mxfp4", "moe_parts", "mailbox", "moe_topk", "moe_experts_copy", "moe_experts",
-                               "moe_front", "moe_front_sharded"))
+                               "moe_experts_gathered", "moe_front", "moe_front_sharded"))
 
 
 def region_of(kernels: Any, setting: Setting) -> Region:
@@ -82,6 +82,21 @@ def test_experts(rows: int, tp: int, experts: str, numerics: Any, bulk: bool) ->
     check("moe_experts", region, setting, {"slots": 2, "bulk": bulk}, blocks=3)
 
 
+@pytest.mark.parametrize(("rows", "tp", "experts", "numerics", "blocks", "slots", "run", "same"), [
+    (9, 1, "tp", kernel_check.PLAIN, 3, 2, 4, False), (17, 2, "tp", kernel_check.FP8, 4, 3, 2, True),
+    (40, 2, "ep", kernel_check.PLAIN, 5, 2, 4, False)], ids=["few", "mxfp8-one-choice", "whole-experts"])
+def test_gathered_experts(rows: int, tp: int, experts: str, numerics: Any, blocks: int, slots: int, run: int,
+                          same: bool) -> None:
+    """Experts of one row and of more than 8; with ``same`` all rows choose the same ones."""
+    def choose(inputs: Mapping[str, torch.Tensor]) -> None:
+        if same:
+            inputs["ids"][:] = inputs["ids"][:1].clone()
+
+    setting = Setting("small", SMALL, tp, rows, 1, experts, numerics)
+    region = region_of(moe_experts_menu.KERNELS[2:], setting)
+    check("moe_experts_gathered", region, setting, {"slots": slots, "run": run}, blocks, change=choose)
+
+
 @pytest.mark.parametrize(("rows", "tp", "experts", "bulk", "slots", "blocks"), [
     (1, 1, "tp", True, 2, 3), (2, 2, "tp", False, 3, 4), (8, 2, "ep", True, 2, 5), (8, 1, "tp", False, 2, 3)])
 def test_experts_and_the_shared_product_beside(rows: int, tp: int, experts: str, bulk: bool, slots: int,
@@ -128,8 +143,11 @@ def test_front_gives_ties_to_the_lower_id() -> None:
     check("moe_front", region, setting, {"slots": 4}, blocks=3, change=equal)
 
 
-def test_sharded_front_of_all_ranks() -> None:
-    setting = Setting("small", ROUTED, 2, 3, 1, choices=kernel_check.SHARDED)
+@pytest.mark.parametrize(("experts", "top_k", "rows"), [(64, 5, 3), (208, 20, 1)])
+def test_sharded_front_of_all_ranks(experts: int, top_k: int, rows: int) -> None:
+    """One warp chooses, and two with idle lanes; few and many experts are wanted."""
+    model = replace(ROUTED, experts=experts, top_k=top_k)
+    setting = Setting("small", model, 2, rows, 1, choices=kernel_check.SHARDED)
     made = modules()["moe_front_sharded"]
     made.multiprocessors = lambda device: 4
 
@@ -167,6 +185,31 @@ def test_sharded_front_of_all_ranks_on_a_gpu(rows: int, device: str) -> None:
 
     setting = real_setting(rows)
     check_ranks(region_of(moe_front_menu.KERNELS[2:], setting), setting, bind, run, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+def test_sharded_front_in_loopback_on_a_gpu(rows: int, device: str) -> None:
+    """The one launch that a rank has: it hears itself 16 times, and where all biases are equal, choices are ties."""
+    from k3plan.ops_cute.moe_front_sharded import bind
+
+    setting = real_setting(rows)
+    region = region_of(moe_front_menu.KERNELS[2:], setting)
+    config = {"slots": 12}
+    own = {n: t.to(device) for n, t in tensors_of(region, kernel_check.make_inputs(region, setting, 0, "cpu")).items()}
+    scratch = {name: allocate(one, device) for name, one in scratch_of(region, config).items()}
+    call = make_call(arguments_of(region), own, scratch=scratch, config=config)
+    launch = bind([call], [loopback_link(scratch["mailbox"])])
+    for seed in range(6):
+        for name, fresh in kernel_check.make_inputs(region, setting, seed, "cpu").items():
+            own[name].copy_(fresh)
+        if seed % 2:
+            own[region.binding["bias"]].zero_()
+        for name in region.outputs:
+            kernel_check._poison(own[name])
+        launch()
+        torch.cuda.synchronize()
+        compare_ranks(region, setting, [{name: t.cpu() for name, t in own.items()}] * setting.tp, seed)
 
 
 def real_setting(rows: int) -> Setting:

@@ -33,6 +33,7 @@ def _places(at: Any, size: int, wanted: np.ndarray, alignment: int = 0) -> np.nd
 
 def load_words(at: Any, count: int = 4, *, guard: Any = None, stream: bool = False) -> list[Any]:
     wanted, found = _wanted(guard), np.zeros((32, count), np.int32)
+    machine._warp().looked = machine._machine[-1].stores
     content = machine._machine[-1].memory[_places(at, 4 * count, wanted)]
     found[wanted] = np.ascontiguousarray(content).view(np.int32).reshape(-1, count)
     return [Int32(found[:, i]) for i in range(count)]
@@ -70,6 +71,19 @@ def publish(at: Any, word: Any, guard: Any) -> None:
 def look(at: Any, guard: Any, count: int = 4) -> list[Any]:
     wanted = _wanted(guard)
     return [Int32(np.where(wanted, word.a, 1)) for word in load_words(at, count, guard=guard)]
+
+
+def reload(at: Any, words: Sequence[Any], guard: Any) -> list[Any]:
+    return [select(Int32(guard).a != 0, new, old)
+            for new, old in zip(load_words(at, 4, guard=guard), words, strict=True)]
+
+
+def publish_row(at: Any, epoch: Any, factor: Any) -> None:
+    store_words(at, [epoch, factor])
+
+
+def acquire() -> None:
+    pass
 
 
 def is_late(words: Sequence[Any]) -> Any:
@@ -158,6 +172,14 @@ def set_bits(at: Any, bits: Any, guard: Any) -> None:
     words, added = machine._warp().block.shared.view(np.uint32), np.ascontiguousarray(bits.a).view(np.uint32)
     for lane in np.flatnonzero(_wanted(guard)):
         words[at.a[lane] // 4] |= added[lane]
+
+
+def add_shared(at: Any, value: Any, guard: Any) -> Any:
+    words, before = machine._warp().block.shared.view(np.int32), np.zeros(32, np.int32)
+    for lane in np.flatnonzero(_wanted(guard)):
+        before[lane] = words[at.a[lane] // 4]
+        words[at.a[lane] // 4] += value.a[lane]
+    return Int32(before)
 
 
 def load_matrices(at: Any, count: int = 4) -> list[Any]:
@@ -320,8 +342,8 @@ def _whole(low: Any, high: Any) -> Any:
     return Int64(np.ascontiguousarray(words).view(np.int64)[:, 0])
 
 
-def highest_bit(word: Any) -> Any:
-    return Int32([int(w & 0xFFFFFFFF).bit_length() - 1 for w in word.a.tolist()])
+def least_of_lanes(word: Any) -> Any:
+    return Int32(word.a.min())
 
 
 # warps
