@@ -73,12 +73,14 @@ function captured(l) {
   if (!head.record) return [];
   const title = 'In the captured graph';
   if (!l.graph_nodes.length) return titled(title, paragraph('No node: the captured graph does not hold this launch.'));
-  const body = l.graph_nodes.map(i => {
+  const items = l.graph_nodes.map(i => {
     const n = graphNodes[i];
-    const name = n.kind === 'kernel' ? el('code', {}, n.function) : n.kind;
-    return [{ n: i }, name, { n: n.grid.join('×') }, { n: n.block.join('×') }, { n: size(n.shared_bytes) }];
+    if (n.kind !== 'kernel') return el('li', {}, `node ${i}: ${n.kind}`);
+    const blocks = `${n.grid.join('×')} blocks of ${n.block.join('×')}`;
+    const shared = n.shared_bytes ? `, ${size(n.shared_bytes)} shared` : '';
+    return el('li', {}, el('code', {}, n.function), el('span', { class: 'soft' }, ` node ${i}: ${blocks}${shared}`));
   });
-  return titled(title, grid([{ n: 'node' }, 'function', { n: 'grid' }, { n: 'block' }, { n: 'shared' }], body));
+  return titled(title, list(items));
 }
 
 function findingsOf(l) {
