@@ -82,6 +82,8 @@ def _exchange(gram, needed, mailbox_ptr, epoch_ptr, epoch, row, part, SLICES: tl
     i = tl.arange(0, 16)
     box = mailbox_ptr + row * (SLICES * 256)
     if PHASE != 2:
+        # every thread has read the epoch before any sends what the block that counts it up waits for
+        tl.debug_barrier()
         word = (gram.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
         tl.store(box + part * 256 + i[:, None] * 16 + i[None, :], word, mask=needed)
     if PHASE != 1:

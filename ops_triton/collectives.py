@@ -50,8 +50,10 @@ from .exchange import (
     make_word,
     next_epoch,
     phases,
+    polled,
     receive,
     send,
+    store_epoch,
 )
 from .launching import (
     INTERPRET,
@@ -120,7 +122,7 @@ def _one(table, X: tl.constexpr, Y: tl.constexpr, OWN: tl.constexpr, row, chunk,
         else:
             total = tl.sum(got.to(tl.float32, bitcast=True), axis=0).to(tl.int32, bitcast=True)
             tl.store(y + unit, total, mask=real)
-        tl.store(epochs, epoch)
+        store_epoch(epochs, epoch)
 
 
 @triton.jit
@@ -188,7 +190,7 @@ def _two_shot(table, COLUMNS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.const
                            ARMED)
             sender = tl.arange(0, PADDED)[:, None]
             tl.store(y + sender * PART + j[None, :], sums, mask=(sender < RANKS) & all_of_it[None, :])
-            tl.store(epochs, epoch)
+            store_epoch(epochs, epoch)
 
 
 @triton.jit
@@ -269,14 +271,14 @@ def _mix(table, COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, SLIC
             mix = mix * tl.rsqrt(tl.maximum(mean, 0.0) + OUT_EPS) * weight.to(tl.float32)
             h = address(table, 5, tl.bfloat16, ALIGN) + row * STRIDE_H + column
             tl.store(h, _rounded(mix).to(tl.bfloat16), mask=column < D)
-            tl.store(epochs, epoch)
+            store_epoch(epochs, epoch)
 
 
 @triton.jit
 def _stripe(table, COLUMNS: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, KB: tl.constexpr,
-            KW: tl.constexpr, STRIPE: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr, STRIDE_X: tl.constexpr,
-            STRIDE_SHARED: tl.constexpr, STRIDE_Y: tl.constexpr, FMA: tl.constexpr, RANKS: tl.constexpr,
-            PADDED: tl.constexpr, SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr,
+            KW: tl.constexpr, STRIPE: tl.constexpr, R: tl.constexpr, POLLED: tl.constexpr, EPS: tl.constexpr,
+            STRIDE_X: tl.constexpr, STRIDE_SHARED: tl.constexpr, STRIDE_Y: tl.constexpr, FMA: tl.constexpr,
+            RANKS: tl.constexpr, PADDED: tl.constexpr, SLOT: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr,
             ARMED: tl.constexpr, PHASE: tl.constexpr, PRODUCT: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
     """Tensors: latent, norm, weight, shared, y. A block has R rows of the weight in registers, [KB, R, KW]."""
     start_dependents(DEPENDENT_LAUNCH)
@@ -325,11 +327,19 @@ def _stripe(table, COLUMNS: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, K: 
         for peer in tl.static_range(RANKS):
             send(table, OWN, peer, word, at, real, epoch, rank, RANKS, SLOT, ALIGN, ARMED)
     if PHASE != 1:
-        got = receive(table, OWN, own, at, real, epoch, rank, RANKS, PADDED, SLOT, LIMIT, ALIGN, ARMED)
+        y = address(table, 4, tl.int32, ALIGN)
+        tl.store(y + rows * STRIDE_Y + rank * (STRIPE // 2) + pairs, own, mask=real)
+        # as many words as threads or more, which this rank's own are not
+        i = tl.arange(0, POLLED)
+        row = i // (R // 2)
+        pair = block * (R // 2) + i % (R // 2)
+        wanted = (row < M) & (pair < STRIPE // 2)
+        got = receive(table, OWN, i * 0, row * (STRIPE // 2) + pair, wanted, epoch, rank, RANKS, PADDED, SLOT, LIMIT,
+                      ALIGN, ARMED)
         sender = tl.arange(0, PADDED)[:, None]
-        y = address(table, 4, tl.int32, ALIGN) + rows[None, :] * STRIDE_Y + sender * (STRIPE // 2) + pairs[None, :]
-        tl.store(y, got, mask=(sender < RANKS) & real[None, :])
-        tl.store(epochs, epoch)
+        others = (sender < RANKS) & wanted[None, :] & (sender != rank)
+        tl.store(y + row[None, :] * STRIDE_Y + sender * (STRIPE // 2) + pair[None, :], got, mask=others)
+        store_epoch(epochs, epoch)
 
 
 def _padded(count: int, least: int = 1) -> int:
@@ -392,7 +402,7 @@ def _bind_exchange(calls: Sequence[Call], links: Sequence[Link], columns: Sequen
         rows, width = 1, rows * width
     width = width // ranks if scatter else width
     width2 = second[1].shape[1] // 2 if second is not None else 0
-    chunk = min(first.config["units"], _padded(max(width, width2), 2))
+    chunk = polled(min(first.config["units"], _padded(max(width, width2), 2)), first.config["warps"], ranks)
     chunks = -(-width // chunk)
     blocks = rows * chunks
     constants |= {
@@ -470,6 +480,7 @@ def _bind_stripe(calls: Sequence[Call], links: Sequence[Link], columns: Sequence
         "KW": _padded(width, 16 * warps) // warps, "STRIPE": stripe, "R": own, "EPS": first.attrs["n"]["eps"],
         "STRIDE_X": row_stride(latent), "STRIDE_SHARED": row_stride(shared), "STRIDE_Y": _words_between_rows(gathered),
         "FMA": fma, "PRODUCT": tl.float32 if INTERPRET else tl.bfloat16}
+    constants["POLLED"] = polled(constants["MP"] * own // 2, warps, constants["RANKS"])
     return make_launches(_stripe, (len(calls), -(-stripe // own)), make_table(calls, links, columns), constants, warps,
                          first.dependent_launch)
 

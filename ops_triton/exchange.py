@@ -20,6 +20,12 @@ its mailbox, epochs and health, its rank, the number of the launch, then the add
 rank reaches it. Ranks are the fastest axis of a grid: the blocks that wait for each other start together, so that a
 launch for all ranks of one device cannot block itself as long as one such group fits on the device.
 
+Each word is read by one thread. Where a tile has fewer words than the block has threads, Triton gives a word to several
+threads; each of them loads it, the loop's condition comes from one, and another may leave the loop with what it loaded
+before the word came: the last launch's value. So ``polled`` gives a tile its size, the rest masked off, and
+``tests/cross`` reads from Triton's layouts that no polled load is replicated. Epochs are read by all threads: a barrier
+stands between that and whatever lets the epoch be counted up (``store_epoch``).
+
 ``health`` i32 [8] is written when a bounded wait gives up: 1 + rank, launch, epoch, block, missing words, the ranks
 that they did not come from (a bit each). The first to give up writes; with it set no later wait of the kernel waits.
 """
@@ -69,6 +75,13 @@ def next_epoch(epochs, ARMED: tl.constexpr):
     if ARMED:
         epoch = tl.where(epoch >= ARMED_EPOCHS, 0, epoch)
     return epoch
+
+
+@triton.jit
+def store_epoch(epochs, epoch):
+    """Counts the epoch up, after every thread of the block has read it."""
+    tl.debug_barrier()
+    tl.store(epochs, epoch)
 
 
 @triton.jit
@@ -139,7 +152,9 @@ def receive(table, OWN: tl.constexpr, own, at, mask, epoch, rank, RANKS: tl.cons
             words = tl.load(source, mask=wanted, other=0, volatile=True)
     else:
         health = address(table, OWN + HEALTH, tl.int32, 4)
-        looks = tl.where(tl.load(health, volatile=True) == 0, 0, LIMIT)
+        # the same answer for all threads: one that went on alone would leave the others at a barrier
+        given_up = tl.max(tl.load(health + tl.where(wanted, 0, 0), volatile=True))
+        looks = tl.where(given_up == 0, 0, LIMIT)
         while (tl.max(_late(words, wanted, epoch, ARMED)) > 0) & (looks < LIMIT):
             words = tl.load(source, mask=wanted, other=0, volatile=True)
             looks += 1
@@ -196,6 +211,12 @@ def bf16_bits(x):
 def make_pair(low, high):
     """Two fp32 rounded to bf16 in one i32."""
     return ((bf16_bits(low) >> 16) & 0xFFFF) | bf16_bits(high)
+
+
+def polled(words: int, warps: int, ranks: int = 2) -> int:
+    """Words of a tile that ``receive`` waits for, a power of two: ``words``, and one for each thread at least."""
+    senders = 1 if ranks == 2 else triton.next_power_of_2(ranks)
+    return max(triton.next_power_of_2(words), 32 * warps // senders)
 
 
 def phases() -> tuple[int, ...]:

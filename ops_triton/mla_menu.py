@@ -14,6 +14,9 @@ ROWS = (1, 64)
 ROW_TILE = 64  # most query rows (row of the step times head) that one block holds
 WAVE = 132  # thread blocks that run at once, one a multiprocessor
 FMA_ROWS = 4  # most step rows of the query that are multiplied without the matrix units
+# registers of a thread for the weights that a block of the query keeps. 160: nothing spills on sm_90a but with 3 or 4
+# step rows (288 bytes); twice as many, as a head of two parts has: 5.6 KB a thread (triton 3.6, 3.9)
+HELD_WEIGHTS, HELD_WEIGHTS_4_ROWS = 160, 128
 MERGE_LAST = 8  # most splits that one block adds up after the others
 
 
@@ -149,10 +152,18 @@ def query_configs(region: Region) -> list[dict[str, Any]]:
     warps = (8, 4) if region.value("front").shape[0] <= FMA_ROWS else (8,)
     if not region.has("mla_absorb_q"):
         return [{"rows": r, "warps": w} for r in (8, 4, 16) for w in warps]
-    heads = region.value("w_uk").shape[0]
-    latent = region.value("w_uk").shape[2]
-    parts = [p for p in (32, 16, 8, 4, 2, 1) if (p + 1) * heads <= WAVE and latent // p >= 16] or [1]
-    return [{"parts": p, "warps": w} for p in parts[:3] for w in warps]
+    heads, nope, latent = region.value("w_uk").shape
+    parts = [p for p in (32, 16, 8, 4, 2, 1) if (p + 1) * heads <= WAVE and latent // p >= 16 and p <= nope]
+    return [{"parts": p, "warps": w} for p in parts[:3] for w in warps if _holds_weights(region, p, w)]
+
+
+def _holds_weights(region: Region, parts: int, warps: int) -> bool:
+    """Whether a part's rows of ``q_b`` and columns of ``w_uk`` fit in the registers beside everything else."""
+    rows, (outputs, columns) = region.value("front").shape[0], region.value("q_b").shape
+    heads, nope, latent = region.value("w_uk").shape
+    values = padded(-(-outputs // heads // parts)) * padded(columns, 16 * warps) + nope * latent // parts
+    few = 2 < rows <= FMA_ROWS
+    return values // 2 <= 32 * warps * (HELD_WEIGHTS_4_ROWS if few else HELD_WEIGHTS)
 
 
 def head_configs(region: Region) -> list[dict[str, Any]]:
@@ -200,9 +211,12 @@ def _needs_query(region: Region) -> str | None:
         return f"{columns} columns of the query projection, the kernel keeps 2048"
     if region.has("mla_absorb_q"):
         heads = region.value("w_uk").shape[0]
-        if 2 * heads > WAVE:
-            return f"{heads} heads on one rank: their blocks exchange and would not all run at once"
-        return _needs_heads(region) or _needs_cache(region)
+        if reason := _needs_heads(region) or _needs_cache(region):
+            return reason
+        if not query_configs(region):
+            return (f"{heads} heads on one rank: blocks of a head exchange and must all run at once, and so few hold "
+                    "more weights than their registers")
+        return None
     return _needs_cache(region)
 
 

@@ -135,14 +135,16 @@ def _project(x, norm, weight, start, M: tl.constexpr, MP: tl.constexpr, K: tl.co
 
 
 @triton.jit
-def _absorb(query, w_uk, words, head, part, epoch, start, M: tl.constexpr, MP: tl.constexpr, HEADS: tl.constexpr,
-            NOPE: tl.constexpr, R: tl.constexpr, REST: tl.constexpr, COLUMNS: tl.constexpr, FMA: tl.constexpr,
-            PRODUCT: tl.constexpr):
-    """COLUMNS of the query in latent space, from the head's values in the mailbox; w_uk [NOPE, COLUMNS]."""
-    m = tl.arange(0, MP)
+def _absorb(query, w_uk, words, head, part, epoch, start, M: tl.constexpr, MP: tl.constexpr, POLLED: tl.constexpr,
+            HEADS: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, REST: tl.constexpr, COLUMNS: tl.constexpr,
+            FMA: tl.constexpr, PRODUCT: tl.constexpr):
+    """COLUMNS of the query in latent space, from the head's values in the mailbox; w_uk [NOPE, COLUMNS].
+
+    POLLED rows, MP or more, so that a word is read by one thread: see ``exchange.py``."""
+    m = tl.arange(0, POLLED)
     n = tl.arange(0, NOPE)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
-    real = (start + m < M)[:, None] & (n >= 0)[None, :]
+    real = ((m < MP) & (start + m < M))[:, None] & (n >= 0)[None, :]
     at = words + ((start + m)[:, None] * HEADS + head) * NOPE + n[None, :]
     got = tl.load(at, mask=real, other=0, volatile=True)
     # the condition reads what the loop carries and nothing else: triton 3.6 fails on a loop whose results are fewer
@@ -150,7 +152,7 @@ def _absorb(query, w_uk, words, head, part, epoch, start, M: tl.constexpr, MP: t
         got = tl.load(at, mask=real, other=0, volatile=True)
     values = tl.where(real, (got & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True), 0.0)
     if FMA:
-        mixed = tl.zeros((MP, COLUMNS), tl.float32)
+        mixed = tl.zeros((POLLED, COLUMNS), tl.float32)
         wide = w_uk.to(tl.float32)
         for i in tl.static_range(MP):
             row = tl.sum(tl.where((m == i)[:, None], values, 0.0), axis=0)
@@ -158,13 +160,14 @@ def _absorb(query, w_uk, words, head, part, epoch, start, M: tl.constexpr, MP: t
     else:
         mixed = tl.dot(values.to(PRODUCT), w_uk.to(PRODUCT), input_precision="ieee")
     out = query + ((start + m)[:, None] * HEADS + head) * (R + REST) + column[None, :]
-    tl.store(out, mixed.to(query.dtype.element_ty), mask=(start + m < M)[:, None] & (column >= 0)[None, :])
+    tl.store(out, mixed.to(query.dtype.element_ty),
+             mask=((m < MP) & (start + m < M))[:, None] & (column >= 0)[None, :])
 
 
 @triton.jit
 def _build_query(front, q_norm, q_b, kv_norm, w_uk, cache, positions, page_table, out, words, epochs,
-                 M: tl.constexpr, MP: tl.constexpr, HEADS: tl.constexpr, NOPE: tl.constexpr, REST: tl.constexpr,
-                 R: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, KW: tl.constexpr,
+                 M: tl.constexpr, MP: tl.constexpr, POLLED: tl.constexpr, HEADS: tl.constexpr, NOPE: tl.constexpr,
+                 REST: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, KW: tl.constexpr,
                  PER_HEAD: tl.constexpr, PARTS: tl.constexpr, OWN: tl.constexpr, RP: tl.constexpr,
                  Q_START: tl.constexpr, KV_START: tl.constexpr, KEY_START: tl.constexpr,
                  PAGE: tl.constexpr, PAGES: tl.constexpr, L: tl.constexpr, KV_SCALE: tl.constexpr, EPS: tl.constexpr,
@@ -200,6 +203,8 @@ def _build_query(front, q_norm, q_b, kv_norm, w_uk, cache, positions, page_table
 
         if ABSORB:
             epoch = tl.load(epochs + head, volatile=True) + 1
+            # every thread has read it before any sends what the block that counts it up waits for
+            tl.debug_barrier()
         if PHASE != 2:
             for start in tl.static_range(0, M, MP):
                 q = _project(front + Q_START, norm, weight, start, M, MP, K, KB, KW, RP, EPS, STRIDE, FMA, PRODUCT)
@@ -217,8 +222,8 @@ def _build_query(front, q_norm, q_b, kv_norm, w_uk, cache, positions, page_table
         if ABSORB:
             if PHASE != 1:
                 for start in tl.static_range(0, M, MP):
-                    _absorb(out, up, words, head, part, epoch, start, M, MP, HEADS, NOPE, R, REST, COLUMNS, FMA,
-                            PRODUCT)
+                    _absorb(out, up, words, head, part, epoch, start, M, MP, POLLED, HEADS, NOPE, R, REST, COLUMNS,
+                            FMA, PRODUCT)
                 # all blocks of the head have read the epoch before they wrote what was awaited, and all write
                 if part == PARTS - 1:
                     tl.store(epochs + head, epoch)
@@ -373,8 +378,9 @@ def _query_constants(call: Call, config: QueryConfig, front: torch.Tensor, q_b: 
     assert w_uk is None or latent % parts == 0, f"{parts} parts of {latent} columns"
     assert w_uk is None or parts <= nope, f"{parts} parts send {nope} values"
     k = padded(columns, 16 * config.warps)
+    tile = padded(rows) if rows <= FMA_ROWS else STEP_ROWS
     return {
-        "M": rows, "MP": padded(rows) if rows <= FMA_ROWS else STEP_ROWS, "FMA": rows <= FMA_ROWS, "HEADS": heads,
+        "M": rows, "MP": tile, "POLLED": max(tile, 32 * config.warps // nope), "FMA": rows <= FMA_ROWS, "HEADS": heads,
         "NOPE": nope, "REST": rest, "R": latent, "K": columns, "KB": config.warps, "KW": k // config.warps,
         "PER_HEAD": per_head, "PARTS": parts, "OWN": own, "RP": padded(own), "Q_START": q_a["start"],
         "KV_START": kv["start"], "KEY_START": key["start"], "EPS": call.attrs["n"]["eps"],

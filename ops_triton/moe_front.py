@@ -30,7 +30,19 @@ import triton.language as tl
 from ..compiler.call import Call, Launch, Link
 from .activations import SITU
 from .collectives import group_constants, make_launches
-from .exchange import EPOCHS, RANK, address, make_pair, make_table, make_word, next_epoch, receive, send
+from .exchange import (
+    EPOCHS,
+    RANK,
+    address,
+    make_pair,
+    make_table,
+    make_word,
+    next_epoch,
+    polled,
+    receive,
+    send,
+    store_epoch,
+)
 from .launching import INTERPRET, await_producers, row_stride, start_dependents
 from .moe_front_menu import UNITS, collectors
 from .moe_route import choose
@@ -80,7 +92,7 @@ def _project(table, tile, epoch_at, M: tl.constexpr, MP: tl.constexpr, K: tl.con
         a = address(table, 3, tl.bfloat16, ALIGN)
         _store(acc, tile, rows, real, x, x, a, x, x, M, MP, R, 0, TILES_ROUTER + TILES_PLAIN, PAIRS, 0, 0, STRIDE_A,
                0, 0, False, False, ACTIVATION, BETA, LINEAR_BETA)
-    tl.store(epoch_at, epoch)
+    store_epoch(epoch_at, epoch)
 
 
 @triton.jit
@@ -96,7 +108,7 @@ def _collect_latent(table, row, chunk, epoch_at, WIDE: tl.constexpr, ROUTER: tl.
                   ALIGN, False, True)
     sender = tl.arange(0, PADDED)[:, None]
     tl.store(latent + sender * WORDS + unit[None, :], got, mask=(sender < RANKS) & (unit < WORDS)[None, :])
-    tl.store(epoch_at, epoch)
+    store_epoch(epoch_at, epoch)
 
 
 @triton.jit
@@ -122,7 +134,7 @@ def _route_row(table, row, epoch_at, WIDE: tl.constexpr, ROUTER: tl.constexpr, S
     tl.debug_barrier()
     choose(logit, bias, expert, real, gathered, bias_ptr, row, address(table, 5, tl.int32, ALIGN),
            address(table, 6, tl.float32, ALIGN), TOP_K, KP, 1, 1, PADDED, SP, RENORMALIZE, SCALING)
-    tl.store(epoch_at, epoch)
+    store_epoch(epoch_at, epoch)
 
 
 @triton.jit
@@ -171,7 +183,7 @@ def bind(calls: Sequence[Call], links: Sequence[Link]) -> Launch:
     ranks = constants["RANKS"]
     assert bias.shape == (ranks * router.shape[0],), f"bias {bias.shape}, {ranks} x {router.shape[0]} experts"
     constants |= {"STRIDE_X": row_stride(x), "STRIDE_A": row_stride(a), "STRIDE_LATENT": row_stride(latent) // 2,
-                  "SP": triton.next_power_of_2(router.shape[0]), "UNITS": UNITS}
+                  "SP": polled(router.shape[0], first.config["warps"], ranks), "UNITS": UNITS}
     blocks = constants["TILES"] + x.shape[0] * (1 + constants["CHUNKS"])
     return make_launches(_moe_front, (len(calls), blocks), make_table(calls, links, columns), constants,
                          first.config["warps"], first.dependent_launch, stages=first.config["stages"])

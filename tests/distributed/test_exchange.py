@@ -19,7 +19,7 @@ from k3plan.ops_triton.collectives import bind_exchange, bind_two_shot
 from k3plan.ops_triton.collectives_menu import HEALTH, mailbox
 from k3plan.ops_triton.launching import LaunchSequence
 
-RANKS, WIDTH, LIMIT = 2, 64, 3
+RANKS, WIDTH, LIMIT = 2, 128, 3
 ALL_ONES = -1  # as i32: a NaN, and the one payload that armed words cannot carry
 
 
@@ -105,7 +105,7 @@ class Pair:
             own["epochs"].fill_(epoch)
         calls = [Call({"x": torch.zeros(1, WIDTH, dtype=torch.bfloat16), "y": torch.zeros(1, WIDTH).bfloat16()},
                       attrs={"y": {"ranks": RANKS, "reduce": "sum"}}, scratch=own,
-                      config={"units": WIDTH // 4, "warps": 4}, number=11, wait_limit=limit) for own in scratch]
+                      config={"units": WIDTH // 4, "warps": 1}, number=11, wait_limit=limit) for own in scratch]
         links = emulated_links([own["mailbox"] for own in scratch])
         halves = []
         for rank in range(RANKS):
@@ -195,10 +195,10 @@ def test_an_aborted_step_is_told_and_forgotten(armed: bool) -> None:
                 pair.halves[rank][half]()
     for half in range(2):
         pair.halves[0][half]()
-    # rank 0, launch 11, its third epoch, a block, 16 words from rank 1
+    # rank 0, launch 11, its third epoch, a block, 32 words from rank 1
     report = pair.health(0)
     assert report[:3] == [1, 11, 3]
-    assert report[4:6] == [16, 0b10]
+    assert report[4:6] == [32, 0b10]
     for call in pair.calls:
         for words in call.scratch.values():
             words.zero_()
@@ -230,7 +230,7 @@ def test_epochs_wrap(armed: bool, last: int) -> None:
 def test_no_payload_looks_like_a_flag(armed: bool) -> None:
     """Every bit pattern that the protocol itself uses, as data: zeros, negative zeros, epochs, all ones."""
     pair = Pair.make(armed=armed)
-    patterns = torch.tensor([0, -(2**31), 0x80008000 - 2**32, 1, 2, 3, ALL_ONES, -2, 0x7FC07FC0, 0x00010002] * 4)[:32]
+    patterns = torch.tensor([0, -(2**31), 0x80008000 - 2**32, 1, 2, 3, ALL_ONES, -2, 0x7FC07FC0, 0x00010002] * 7)[:64]
     for _ in range(3):
         for call in pair.calls:
             call.tensors["x"].view(torch.int32).copy_(patterns.to(torch.int32))
