@@ -5,14 +5,17 @@ import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from broken import launch_index, small_step, with_step
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from k3plan.graphs.bind import Executable
 from k3plan.graphs.capture import no_garbage_collection
-from k3plan.graphs.debug.audit import explain_break, observations, written_slots
+from k3plan.graphs.debug import audit as auditing
+from k3plan.graphs.debug.audit import audit_capture, explain_break, observations, written_slots
 from k3plan.graphs.debug.findings import Finding, render
 from k3plan.graphs.debug.storage import changed_places, contents, fill_with_padding
 from k3plan.graphs.debug.trace import tracing
@@ -207,3 +210,33 @@ def test_5_a_warm_up_of_padding_leaves_no_trace() -> None:
     before = contents(live)
     live.run()
     assert written_slots(live, changed_places(live, before), None) == []
+
+
+class Refusing(TorchDispatchMode):
+    """A process whose stream is still capturing: CUDA refuses every call that cannot be captured."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(UNSUPPORTED)
+
+
+def test_21_a_capture_that_was_left_open(sound: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tool cannot even read what it would have to put back: it says so, with what still works, and captures
+    nothing."""
+    monkeypatch.setattr(auditing, "DriverProbe", Capture)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"total_size": 4096, "segment_pool_id": (0, 1)}])
+    monkeypatch.setattr(auditing, "capture", lambda *args, **how: pytest.fail("captured over an open capture"))
+    with Refusing():
+        audit = audit_capture(sound)
+    assert audit.captured is None
+    (found,) = audit.findings
+    assert (found.code, found.severity, found.launch) == ("CG-015", "error", None)
+    assert f"nothing can be captured here ({UNSUPPORTED}): an earlier capture failed or is still open" in found.text
+    assert f"an eager step fails ({UNSUPPORTED})" in found.text
+    assert f"a new allocation fails ({UNSUPPORTED})" in audit.state
+    assert audit.state[-1] == "4096 bytes stay in pools of graphs"
+
+
+def test_21_a_process_in_which_nothing_failed_works(sound: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
+    state = auditing.process_state(sound)
+    assert {"a new allocation works", "an eager step works"} <= set(state)
