@@ -19,6 +19,7 @@ RecordFile = Annotated[Path, typer.Argument(help="Capture that graph record --ou
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="Its launch plan; else CAPTURE.plan.json.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value.")]
 Rows = Annotated[str, typer.Option("--rows", help="Sequences x verify rows, such as 1x8; else the plan file's.")]
+YamlOption = Annotated[Path | None, typer.Option("--yaml", help="Its plan file, for the lines that findings name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
@@ -39,6 +40,13 @@ def load_capture(record: Path, plan: Path | None) -> tuple[Record, LaunchPlan]:
 def plan_path(record: Path) -> Path:
     """Where ``graph record`` writes the plan of a capture."""
     return record.with_suffix(".plan.json")
+
+
+def load_origins(plan_file: Path | None, settings: list[str] | None = None) -> dict[str, Origin]:
+    """Where a plan file says what; nothing without one."""
+    from .compiler.reading.source import load_spec
+
+    return dict(load_spec(plan_file, settings or []).origins) if plan_file else {}
 
 
 def _row_settings(rows: str) -> list[str]:
@@ -64,10 +72,11 @@ def record(plan: Annotated[Path, typer.Argument(help="Plan file (YAML).", show_d
            set_: Overrides = None, rows: Rows = "",
            buckets: Annotated[bool, typer.Option(
                "--buckets", help="Every bucket of the plan file: OUT with the bucket in its name.")] = False,
-           timed: Annotated[bool, typer.Option("--time/--no-time", help="Time each launch as well.")] = True) -> None:
+           timed: Annotated[bool, typer.Option("--time/--no-time", help="Time each launch as well.")] = True,
+           json_: AsJson = False) -> None:
     """Capture a step with random weights on this GPU and write down its graph, for every other command here."""
     from .face import compile_buckets, compile_plan
-    from .graphs.debug.session import bucket_table, record_buckets, record_random
+    from .graphs.debug.session import bucket_costs, bucket_table, record_buckets, record_random
 
     settings = [*(set_ or ()), *_row_settings(rows)]
     plans = compile_buckets(plan, settings) if buckets else [compile_plan(plan, settings)]
@@ -78,36 +87,40 @@ def record(plan: Annotated[Path, typer.Argument(help="Plan file (YAML).", show_d
         path = out.with_name(f"{out.stem}-{one.bucket}.json") if buckets else out
         one.save(path)
         by_key[one.plan_key].save(plan_path(path))
-        typer.echo(f"{path} and {plan_path(path).name}: {len(one.nodes)} nodes of {len(one.launches)} launches")
-    typer.echo(bucket_table(found))
+        typer.echo(f"{path} and {plan_path(path).name}: {len(one.nodes)} nodes of {len(one.launches)} launches",
+                   err=json_)
+    typer.echo(json.dumps(bucket_costs(found), indent=1) if json_ else bucket_table(found))
 
 
 @graph_app.command()
 def inspect(captures: Annotated[list[Path], typer.Argument(help="Captures of one model.", show_default=False)],
-            plan: PlanOption = None, json_: AsJson = False) -> None:
+            plan: PlanOption = None, yaml: YamlOption = None, json_: AsJson = False) -> None:
     """Hold a capture against its plan: nodes, launches, geometry, edges, streams. Exits with 1 on an error found."""
-    from .graphs.debug.findings import failed, render
+    from .graphs.debug.findings import failed, render, to_json
     from .graphs.debug.inspect import compare_buckets
     from .graphs.debug.inspect import inspect as examine
 
     loaded = [load_capture(path, plan) for path in captures]
-    found = [examine(its_plan, its_record) for its_record, its_plan in loaded]
+    origins = load_origins(yaml)
+    found = [examine(its_plan, its_record, origins) for its_record, its_plan in loaded]
     together = compare_buckets([its_record for its_record, _ in loaded]) if len(loaded) > 1 else []
     if json_:
-        typer.echo("[" + ",\n".join(one.to_json() for one in found) + "]")
+        typer.echo('{"captures": [' + ",\n".join(one.to_json() for one in found) + '],\n"buckets": '
+                   + json.dumps(to_json(together), indent=1) + "}")
     else:
         typer.echo("\n\n".join([*map(str, found), *([f"buckets\n{render(together)}"] if together else [])]))
     raise typer.Exit(int(failed([*together, *(f for one in found for f in one.findings)])))
 
 
 @graph_app.command("time")
-def time_(capture: RecordFile, plan: PlanOption = None,
+def time_(capture: RecordFile, plan: PlanOption = None, yaml: YamlOption = None,
           by: Annotated[str, typer.Option(help="kind or launch.")] = "kind", json_: AsJson = False) -> None:
     """Say where the time of a recorded step went: us, bytes, floor and gap, and what the plan expected."""
     from .graphs.debug.time_table import show_times, times_json
 
     found, its_plan = load_capture(capture, plan)
-    typer.echo(times_json(its_plan, found, by) if json_ else show_times(its_plan, found, by))
+    say = times_json if json_ else show_times
+    typer.echo(say(its_plan, found, by, load_origins(yaml)))
 
 
 @graph_app.command()
@@ -145,11 +158,10 @@ PlanOrYaml = Annotated[Path, typer.Argument(help="Plan file (YAML) or launch pla
 def _plan_and_origins(path: Path, settings: list[str]) -> tuple[LaunchPlan, dict[str, Origin]]:
     """The plan, and where its plan file says what; a launch plan knows no lines."""
     from .compiler.plan import load_plan
-    from .compiler.reading.source import load_spec
     from .face import compile_plan
 
     if path.suffix in (".yaml", ".yml"):
-        return compile_plan(path, settings), dict(load_spec(path, settings).origins)
+        return compile_plan(path, settings), load_origins(path, settings)
     return load_plan(path), {}
 
 

@@ -78,7 +78,7 @@ class Sources:
             return cls(compiled or load_plan(path), None, tuple(others), origins)
         record, its_plan = load_record(path), load_plan(plan or path.with_suffix(".plan.json"))
         found = inspect(its_plan, record, origins).findings
-        return cls(its_plan, record, (*found, *slow_kinds(its_plan, record), *others), origins)
+        return cls(its_plan, record, (*found, *slow_kinds(its_plan, record, origins), *others), origins)
 
     def to_json(self) -> str:
         """What the page shows, as data."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -49,12 +50,20 @@ def record_buckets(plans: Sequence[LaunchPlan], *, seed: int = 0, timed: bool = 
         yield time_launches(step, record) if timed else record
 
 
+def bucket_costs(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """What each bucket cost and costs, as plain data."""
+    return [{"bucket": str(r.bucket), "plan": r.plan_key, "launches": len(r.launches), "nodes": len(r.nodes),
+             "compile_s": r.compile_s, "capture_s": r.capture_s, "captured_bytes": r.captured_bytes,
+             "graph_bytes": r.graph_bytes, "replay_us": r.replay_us, "queued_us": r.queued_us, "host_us": r.host_us}
+            for r in records]
+
+
 def bucket_table(records: Sequence[Record]) -> str:
-    """What each bucket cost and costs."""
-    rows = [(str(r.bucket), str(len(r.launches)), str(len(r.nodes)), f"{r.compile_s:.1f}", f"{r.capture_s:.2f}",
-             size(r.captured_bytes), size(r.graph_bytes),
-             *("-" if us is None else f"{us / 1e3:.3f}" for us in (r.replay_us, r.queued_us)),
-             "-" if r.host_us is None else f"{r.host_us:.1f}") for r in records]
+    """The same as a table."""
+    rows = [(c["bucket"], str(c["launches"]), str(c["nodes"]), f"{c['compile_s']:.1f}", f"{c['capture_s']:.2f}",
+             size(c["captured_bytes"]), size(c["graph_bytes"]),
+             *("-" if c[n] is None else f"{c[n] / 1e3:.3f}" for n in ("replay_us", "queued_us")),
+             "-" if c["host_us"] is None else f"{c['host_us']:.1f}") for c in bucket_costs(records)]
     head = ("bucket", "launches", "nodes", "compile s", "capture s", "taken", "graph", "replay ms", "queued ms",
             "host us")
     return table(head, rows, left=1)

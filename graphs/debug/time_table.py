@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...compiler.errors import RecordError
+from ...compiler.errors import Origin, RecordError
 from ...compiler.explain import size, table
 from ...compiler.plan import LaunchPlan
 from .findings import Finding, find, render, to_json
 from .record import Record
 
 SLOW, SLOW_US = 2.0, 1.0
+Origins = Mapping[str, Origin]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def by_kind(plan: LaunchPlan, record: Record) -> list[Kind]:
     return sorted(kinds, key=lambda k: -k.us)
 
 
-def slow_kinds(plan: LaunchPlan, record: Record) -> list[Finding]:
+def slow_kinds(plan: LaunchPlan, record: Record, origins: Origins | None = None) -> list[Finding]:
     """Kinds of launches that take more than ``SLOW`` times what the plan expected, the dearest first.
 
     A launch must be at least ``SLOW_US`` over: what comes before a small one sways its share by as much.
@@ -86,7 +87,7 @@ def slow_kinds(plan: LaunchPlan, record: Record) -> list[Finding]:
                    "and compile again.")
         else:
             fix = f"Run {tune} --only {kind.kernel} {rows} on this GPU, and compile again."
-        found.append(find("CG-055", text, plan=plan, launch=kind.slowest, fix=fix))
+        found.append(find("CG-055", text, plan=plan, launch=kind.slowest, origins=origins, fix=fix))
     return found
 
 
@@ -99,7 +100,7 @@ def _shape(plan: LaunchPlan, index: int) -> str:
     return ",".join("x".join(map(str, shape)) for shape in kept)
 
 
-def show_times(plan: LaunchPlan, record: Record, by: str = "kind") -> str:
+def show_times(plan: LaunchPlan, record: Record, by: str = "kind", origins: Origins | None = None) -> str:
     """What ``graph time`` prints. ``by`` is "kind" or "launch". Raises RecordError: not timed, no such table."""
     _check(record, by)
     sums, replay = totals(record), record.replay_us
@@ -113,11 +114,11 @@ def show_times(plan: LaunchPlan, record: Record, by: str = "kind") -> str:
         "a launch's us is its share of the step: from the end of all before it to its own end",
     ]
     lines.append(show_kinds(by_kind(plan, record)) if by == "kind" else show_launches(plan, record))
-    slow = slow_kinds(plan, record)
+    slow = slow_kinds(plan, record, origins)
     return "\n".join([*lines, *(["findings", render(slow)] if slow else [])])
 
 
-def times_json(plan: LaunchPlan, record: Record, by: str = "kind") -> str:
+def times_json(plan: LaunchPlan, record: Record, by: str = "kind", origins: Origins | None = None) -> str:
     """The same as JSON."""
     _check(record, by)
     rows: list[dict[str, Any]] = [asdict(kind) for kind in by_kind(plan, record)] if by == "kind" else [
@@ -127,7 +128,7 @@ def times_json(plan: LaunchPlan, record: Record, by: str = "kind") -> str:
         for launch, own in zip(plan.launches, record.launches, strict=True)]
     return json.dumps({"replay_us": record.replay_us, "host_us": record.host_us, "totals": totals(record),
                        "planned_us": plan.us, "kinds" if by == "kind" else "launches": rows,
-                       "findings": to_json(slow_kinds(plan, record))}, indent=1)
+                       "findings": to_json(slow_kinds(plan, record, origins))}, indent=1)
 
 
 def show_launches(plan: LaunchPlan, record: Record) -> str:

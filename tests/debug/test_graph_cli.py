@@ -12,9 +12,10 @@ from typer.testing import CliRunner, Result
 from k3plan.cli import app
 from k3plan.compiler.errors import K3PlanError
 from k3plan.graphs.debug.record import Record, load_record
-from k3plan.graphs.debug.session import bucket_table
+from k3plan.graphs.debug.session import bucket_costs, bucket_table
 
 PLAN = small_plan()
+YAML = "examples/k3-gb300-tp16.yaml"  # which the one of the H200 extends
 GOOD = replace(made_record(PLAN), replay_us=300.0, queued_us=290.0, host_us=9.0, launches=tuple(
     replace(x, us=5.0, busy_us=4.0, gap_us=1.0) for x in made_record(PLAN).launches))
 
@@ -41,8 +42,23 @@ def test_inspect_fails_on_an_error_and_says_so_in_json(tmp_path: Path) -> None:
     broken = replace(GOOD, nodes=tuple(replace(n, grid=(9, 1, 1)) if n.index == 9 else n for n in GOOD.nodes))
     path = save(tmp_path, broken)
     assert "CG-017" in graph("inspect", path, code=1).output
-    (found,) = json.loads(graph("inspect", path, "--json", code=1).output)
+    told = json.loads(graph("inspect", path, "--json", code=1).output)
+    (found,) = told["captures"]
     assert found["findings"][0]["code"] == "CG-017"
+    assert told["buckets"] == []
+
+
+def test_findings_name_the_line_of_the_plan_file(tmp_path: Path) -> None:
+    """Of a launch that the graph does not have, and of one that takes many times what was planned."""
+    slow = replace(GOOD.launches[3], us=PLAN.us)
+    path = save(tmp_path, replace(GOOD, launches=(*GOOD.launches[:3], slow, replace(GOOD.launches[4], nodes=()),
+                                                  *GOOD.launches[5:])))
+    said = graph("inspect", path, "--yaml", YAML, code=1).output
+    assert f"CG-013 error: {PLAN.choice(PLAN.launches[4]).kernel} left no node" in said
+    assert f"{YAML}:" in said
+    said = graph("time", path, "--yaml", YAML, "--json").output
+    assert any(f["code"] == "CG-055" and f"{YAML}:" in f["where"] for f in json.loads(said)["findings"])
+    assert f"{YAML}:" not in graph("time", path, "--json").output
 
 
 def test_inspect_of_several_buckets(tmp_path: Path) -> None:
@@ -50,6 +66,8 @@ def test_inspect_of_several_buckets(tmp_path: Path) -> None:
     text = graph("inspect", *paths).output
     assert text.count("capture of plan") == 2
     assert "CG-054" in text
+    told = json.loads(graph("inspect", *paths, "--json").output)
+    assert (len(told["captures"]), [f["code"] for f in told["buckets"]]) == (2, ["CG-054", "CG-054"])
 
 
 def test_time_by_kind_and_by_launch(tmp_path: Path) -> None:
@@ -91,6 +109,7 @@ def test_table_of_buckets() -> None:
     text = bucket_table([GOOD, replace(GOOD, replay_us=None, queued_us=None, host_us=None)])
     assert "0.300" in text
     assert text.splitlines()[-1].split()[-2:] == ["-", "-"]
+    assert [c["replay_us"] for c in bucket_costs([GOOD])] == [300.0]
 
 
 @pytest.mark.gpu
