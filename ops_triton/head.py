@@ -85,6 +85,8 @@ def _logits(x_ptr, w_ptr, rank_ptr, positions_ptr, logits_ptr, out_ptr, best_ptr
     if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == TILES - 1:
         tl.store(arrivals_ptr, 0)
         key = tl.load(best_ptr + m, mask=m < M, other=0, cache_modifier=".cg") ^ lowest
+        # a row is held by several threads: all must have read it
+        tl.debug_barrier()
         tl.store(best_ptr + m, tl.zeros((MP,), tl.int64), mask=m < M)
         if TOKENS:
             live = tl.load(positions_ptr + m, mask=m < M, other=-1) >= 0
