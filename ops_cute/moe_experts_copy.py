@@ -24,6 +24,8 @@ from .moe_parts import (
 )
 from .primitives import select
 
+LIST_MASK = 0xFFFF  # of a word of the list of experts: its number
+
 
 @cute.jit
 def copy_by_rows(at: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
@@ -32,25 +34,26 @@ def copy_by_rows(at: Any, count: Any, block: Any, lane: Any, shared: Any, where:
     policy = stream_policy()
     fill = Int32(0)
     half = p.width // 2
-    for unit in cutlass.range(block, count * p.tiles, p.blocks, unroll=1):
-        slot = fill % p.slots
-        await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
-        full = shared + where["full"] + slot * 8
-        expert = load_word(shared + where["list"] + (unit // p.tiles) * 4)
-        if lane == 0:
-            expect_bytes(full, Int32(2 * TILE * (half + p.groups)))
-        cute.arch.sync_warp()
-        # lanes 0 to 7 copy rows of W1, 8 to 15 rows of W3, 16 and 17 their scales
-        row = Int64(expert) * p.inter + Int64((unit % p.tiles) * TILE)
-        scales = lane >= 2 * TILE
-        second = select(scales, lane & 1, (lane >> 3) & 1)
-        packed = select(second == 1, at.w3.toint(), at.w1.toint()) + (row + Int64(lane & 7)) * half
-        scale = select(second == 1, at.s3.toint(), at.s1.toint()) + row * p.groups
-        to = select(scales, 2 * TILE * p.row_bytes + second * (TILE * p.groups), lane * p.row_bytes)
-        copy_bulk(shared + where["ring"] + slot * p.slot_bytes + to, select(scales, scale, packed),
-                  select(scales, Int32(TILE * p.groups), Int32(half)), full, policy,
-                  select(lane < 2 * TILE + 2, Int32(1), Int32(0)))
-        fill = fill + 1
+    for item in cutlass.range(block, count * (p.tiles // p.run), p.blocks, unroll=1):
+        for unit in cutlass.range(item * p.run, item * p.run + p.run, 1, unroll=1):
+            slot = fill % p.slots
+            await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
+            full = shared + where["full"] + slot * 8
+            expert = load_word(shared + where["list"] + (unit // p.tiles) * 4) & LIST_MASK
+            if lane == 0:
+                expect_bytes(full, Int32(2 * TILE * (half + p.groups)))
+            cute.arch.sync_warp()
+            # lanes 0 to 7 copy rows of W1, 8 to 15 rows of W3, 16 and 17 their scales
+            row = Int64(expert) * p.inter + Int64((unit % p.tiles) * TILE)
+            scales = lane >= 2 * TILE
+            second = select(scales, lane & 1, (lane >> 3) & 1)
+            packed = select(second == 1, at.w3.toint(), at.w1.toint()) + (row + Int64(lane & 7)) * half
+            scale = select(second == 1, at.s3.toint(), at.s1.toint()) + row * p.groups
+            to = select(scales, 2 * TILE * p.row_bytes + second * (TILE * p.groups), lane * p.row_bytes)
+            copy_bulk(shared + where["ring"] + slot * p.slot_bytes + to, select(scales, scale, packed),
+                      select(scales, Int32(TILE * p.groups), Int32(half)), full, policy,
+                      select(lane < 2 * TILE + 2, Int32(1), Int32(0)))
+            fill = fill + 1
     if cutlass.const_expr(p.side_width > 0):
         for unit in cutlass.range(block + fill * p.blocks - count * p.tiles, p.side_units, p.blocks, unroll=1):
             slot = fill % p.slots
@@ -80,7 +83,7 @@ def copy_by_rows(at: Any, count: Any, block: Any, lane: Any, shared: Any, where:
             cute.arch.sync_warp()
             own = lane >> 1
             guard = select(own < inside, Int32(1), Int32(0))
-            expert = load_word(shared + where["list"] + select(own < inside, start + own, Int32(0)) * 4)
+            expert = load_word(shared + where["list"] + select(own < inside, start + own, Int32(0)) * 4) & LIST_MASK
             row = Int64(expert) * p.out_width
             packed = at.w2.toint() + (row + Int64(first)) * (p.inter // 2)
             scale = at.s2.toint() + row * p.inter_groups + Int64(begin)

@@ -6,9 +6,11 @@ from typing import Any
 
 from ..compiler.call import Scratch
 from ..compiler.kernel import KernelDef, Region
+from .moe_experts_gathered_plan import MOST_TOKENS, Gathered
 from .moe_experts_plan import SHARED_LIMIT, STEP, TILE, TOKENS, Static
 
 ENTRY = "k3plan.ops_cute.moe_experts:bind"
+GATHERED = "k3plan.ops_cute.moe_experts_gathered:bind"
 ARCH = ("sm_90", "sm_100", "sm_103")
 LIST_BITS = 1024  # experts of a rank: a word of 32 for each lane
 MOST_BLOCKS = 256  # epochs that are kept, one for each block
@@ -49,15 +51,17 @@ def needs_side(region: Region) -> str | None:
     return needs(region)
 
 
-def _fits(region: Region, slots: int, blocks: int = 132) -> bool:
-    """Whether a ring of ``slots`` fits a block's shared memory. More blocks have fewer columns each, so less."""
+def _fits(region: Region, slots: int, blocks: int = 132, run: int = 0) -> bool:
+    """Whether a ring of ``slots`` fits a block's shared memory. More blocks have fewer columns each, so less. ``run``:
+    of the gathered form."""
     w1, ids = region.value("w1").shape, region.value("ids").shape
     attrs = region.attrs("experts_gate_up")
     side = region.value("w").shape if "w" in region.binding else (0, 0)
-    plan = Static(
-        tokens=ids[0], top_k=ids[1], width=2 * w1[2], inter=w1[1], out_width=region.value("w2").shape[1], local=w1[0],
-        experts=attrs["experts"], blocks=blocks, slots=slots, bulk=True, stride_x=0, stride_out=0, beta=1.0,
-        linear_beta=1.0, rounds=False, dependent=False, side_rows=side[0], side_width=side[1])
+    plan = (Gathered if run else Static)(
+        run=run or 1, tokens=ids[0], top_k=ids[1], width=2 * w1[2], inter=w1[1],
+        out_width=region.value("w2").shape[1], local=w1[0], experts=attrs["experts"], blocks=blocks,
+        slots=slots, bulk=True, stride_x=0, stride_out=0, beta=1.0, linear_beta=1.0, rounds=False, dependent=False,
+        side_rows=side[0], side_width=side[1])
     return plan.place()["end"] <= SHARED_LIMIT
 
 
@@ -65,6 +69,29 @@ def configs(region: Region) -> list[dict[str, Any]]:
     """As much in flight as fits first; fewer slots leave room for a neighbour's blocks."""
     fitting = [slots for slots in (6, 4, 3, 2) if _fits(region, slots)]
     return [{"slots": slots, "bulk": bulk} for bulk in (True, False) for slots in fitting]
+
+
+def gathered_configs(region: Region) -> list[dict[str, Any]]:
+    """Longer runs read rows of x less often, shorter ones share the units out more evenly."""
+    fitting = [slots for slots in (5, 4, 3, 2) if _fits(region, slots, run=4)]
+    tiles = region.value("w1").shape[1] // TILE
+    return [{"slots": slots, "run": run} for run in (4, 8, 2) if tiles % run == 0 for slots in fitting[:2]]
+
+
+def needs_gathered(region: Region) -> str | None:
+    """As ``needs``, with room for the products of every pair."""
+    reason = needs(region)
+    if reason is None and not gathered_configs(region):
+        pairs, width = region.value("ids").shape, region.value("w2").shape[1]
+        return f"products of {pairs[0]} x {pairs[1]} pairs by {width} columns do not fit shared memory beside two slots"
+    return reason
+
+
+def gathered_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    """As ``scratch``, and the rows of x in fp16 with a word for each that counts launches, and its factor."""
+    rows, width = region.value("x").shape
+    return {**scratch(region, config), "rows": Scratch((rows, width // 2), "i32"),
+            "ready": Scratch((rows, 2), "i32", zeroed=True, kept=True)}
 
 
 def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
@@ -93,5 +120,10 @@ KERNELS: tuple[KernelDef, ...] = (
         id="cute.moe_experts_shared", entry=ENTRY, arch=ARCH, rows=(1, TOKENS), needs=needs_side, configs=configs,
         scratch=scratch, pattern=f"& s = linear(a, w)\n{_EXPERTS}-> out, s",
         note="the same, and the shared expert's down-projection while activations are on their way",
+    ),
+    KernelDef(
+        id="cute.moe_experts_gathered", entry=GATHERED, arch=ARCH, rows=(TOKENS + 1, MOST_TOKENS),
+        needs=needs_gathered, configs=gathered_configs, scratch=gathered_scratch, pattern=f"{_EXPERTS}-> out",
+        note="the same for more rows: each expert multiplies the rows that chose it, its weights are read once",
     ),
 )

@@ -55,6 +55,7 @@ class Static:
     side_rows: int = 0
     stride_a: int = 0
     stride_s: int = 0
+    run: int = 1  # units of one expert that a block does one after the other
 
     @property
     def groups(self) -> int:

@@ -61,6 +61,7 @@ class Warp:
     number: int
     active: np.ndarray = field(default_factory=lambda: np.ones(32, bool))
     pending: int = 0  # bytes that this warp's lanes have copied since they told a barrier
+    looked: int = 0  # stores into global memory before this warp's last load from it
 
 
 class Machine:
@@ -321,8 +322,9 @@ def loop(start: Any, stop: Any = None, step: Any = 1, *, unroll: int = 0) -> Ite
 
 
 def rest_until_a_store() -> None:
-    """What is looked at again and again looks the same until somebody stores something."""
-    machine, seen = _machine[-1], _machine[-1].stores
+    """What is looked at again and again looks the same until somebody stores something: since the last look, which
+    may lie long before the wait."""
+    machine, seen = _machine[-1], _warp().looked
     machine.rest(lambda: machine.stores != seen)
 
 

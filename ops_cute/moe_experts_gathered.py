@@ -1,0 +1,563 @@
+"""Routed MXFP4 experts in one launch for 9 to 64 rows: an expert multiplies the rows that chose it, not all of them.
+
+Contract: that of ``moe_experts.py`` (``x ids rank weights w1 w3 s1 s3 w2 s2 -> out``), for more rows than one matrix
+instruction has columns. Ids of a row differ from each other. Any routing is exact, from all rows on the same experts to
+every pair on its own.
+
+Layout: one block on each multiprocessor, the warps of ``moe_experts.py`` and its ring of weights, which are read once.
+What differs is where the operand of a matrix instruction comes from and where its sums go.
+* Sorting. All threads set a bit for each pair of a token and an expert (64 bits an expert); a prefix sum over experts
+  gives the list of distinct ones and where their pairs begin, a bit's rank among its expert's gives the pair's place.
+  No order depends on which thread came first.
+* Rows of x become fp16 once a launch, one row a block, each by a power of two of its own, in the order of decoded
+  weights. They stay in L2 (459 KB).
+* First half: a block takes runs of ``run`` units of one expert, run ``block``, then run ``block + blocks``, and so on,
+  so that experts are complete in the order of the list. A warp holds its columns of 8 tokens of the expert. As soon as
+  a product has used the last of them before another expert's turn, the next one's are loaded into the same registers:
+  their way from L2 is hidden by the rest of the unit. An expert of more than 8 tokens multiplies its units once for
+  each 8, with the weights that lie in shared memory.
+* Second half: a warp takes every 16th expert. Its sums for this block's columns go to shared memory, one line for each
+  pair of token and expert, as fp32 (115 KB at 64 rows); at the end every token adds up its 16 lines in the order of the
+  router, times its weights. A block has its columns of all experts, so nothing is added up in memory and no order of
+  addition depends on time: equal inputs give equal bits. The next expert's activations are loaded while one multiplies.
+
+Waits: those of ``moe_experts.py`` for activations. A block's row of x is published by a word that counts launches; the
+warps that multiply wait for all rows before their first product, while weights come. A block waits only for what blocks
+do before their first wait.
+Numerics: as ``moe_experts.py``, but a row of x has one power of two: exact for what is not below 2^-30 of its largest.
+
+Arithmetic for a TP16 rank of Kimi K3 at 64 rows on an H200: 613 of 896 experts are chosen on average, 1.7 tokens
+each, 672 MB: floor 154 us (2.35 us + bytes / 4.44 TB/s). Each block has 112 units of the first half (273 instructions
+for each of 16 warps: 70 us of issue at 1.75 GHz beside 101 us of memory) and 613 of the second (500 instructions for
+one warp: 44 us beside 50 us). x costs 44 MB of reads from L2 (runs of 4 units), activations 50 MB. Shared memory: 92 KB
+in 3 slots of weights, 115 KB of products, 16 KB of sums over warps.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+
+from ..compiler.call import Call, Launch
+from .launching import KernelLaunch, await_producers, named, row_stride, start_dependents
+from .moe_experts import MULTIPLIERS, MULTIPLYING, _add_scaled, _add_warps, _largest, _pairs, _repacked, _rounded
+from .moe_experts_copy import LIST_MASK, copy_by_rows
+from .moe_experts_gathered_plan import MOST_TOKENS, Config, Gathered
+from .moe_experts_menu import LIST_BITS, MOST_BLOCKS, PARITIES
+from .moe_experts_plan import FRAGMENT, PARTIALS, THREADS, TILE, TOKENS, TOP_EXPONENT, WARPS
+from .moe_parts import (
+    arrive,
+    await_phase,
+    init_barrier,
+    is_late,
+    load_byte,
+    load_matrices,
+    load_word,
+    look,
+    multiprocessors,
+    not_zero,
+    publish,
+    publish_barriers,
+    set_bits,
+    situ,
+    store_word,
+)
+from .mxfp4 import WEIGHT_EXPONENT, biased_exponent, dot_group, pack_f16, power_of_two, scale_of
+from .primitives import (
+    Words,
+    lane_value,
+    lane_xor,
+    load_shared,
+    load_words,
+    maximum,
+    pack,
+    ptx,
+    select,
+    store_half,
+    store_shared,
+    store_words,
+    unpack,
+)
+
+COPIER, ZEROING, FINISHER = WARPS, WARPS + 1, WARPS + 2
+
+
+def reload(at: Any, words: Words, guard: Any) -> Words:
+    """4 words that another block has written, where ``guard`` is true; else ``words`` again, in their registers."""
+    return list(ptx("{ .reg .pred g; setp.ne.b32 g, $9, 0; @g ld.relaxed.gpu.global.v4.b32 {$0, $1, $2, $3}, [$8]; }",
+                    [Int32] * 4, [*words, at, Int32(guard)], tied=4))
+
+
+def publish_row(at: Any, epoch: Any, factor: Any) -> None:
+    """Stores a row's factor, then the launch's number: who reads the number finds all that this block stored."""
+    ptx("st.relaxed.gpu.global.b32 [$0 + 4], $2; fence.acq_rel.gpu; st.relaxed.gpu.global.b32 [$0], $1;", [],
+        [at, epoch, factor])
+
+
+def acquire() -> None:
+    """What other blocks published before a word that this thread has read is seen by what follows."""
+    ptx("fence.acq_rel.gpu;", [], [])
+
+
+# sorting and rows of x
+
+
+@cute.jit
+def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """Barriers, and no bit of any expert."""
+    if thread == 0:
+        for slot in cutlass.range_constexpr(p.slots):
+            init_barrier(shared + where["full"] + 8 * slot, 1)
+            init_barrier(shared + where["empty"] + 8 * slot, WARPS)
+        for buffer in cutlass.range_constexpr(2):
+            init_barrier(shared + where["partials_full"] + 8 * buffer, WARPS)
+            init_barrier(shared + where["partials_empty"] + 8 * buffer, 1)
+        publish_barriers()
+    for start in cutlass.range_constexpr(0, 2 * p.local, THREADS):
+        store_word(shared + where["masks"] + (thread + start) * 4, Int32(0),
+                   select(thread + start < 2 * p.local, Int32(1), Int32(0)))
+    if thread < 32:
+        store_word(shared + where["totals"] + thread * 4, Int32(0))
+
+
+def _load_row(at: Any, token: Any, thread: Any, p: Any) -> tuple[list[list[Any]], Any]:
+    """This thread's 8 columns a round of a row of x, as fp32, and the largest magnitude of its warp's."""
+    row = at.x.toint() + Int64(token) * (2 * p.stride_x)
+    values = []
+    for i in range(p.rounds_of_row):
+        piece = thread + THREADS * i
+        real = (token < p.tokens) & (piece < p.width // 8)
+        words = load_words(row + Int64(piece * FRAGMENT), guard=select(real, Int32(1), Int32(0)))
+        values.append(unpack(words))
+    if p.rounds:
+        values = [_rounded(eight) for eight in values]
+    largest = _largest([v for eight in values for v in eight])
+    for lanes in (4, 8, 16):
+        largest = cute.arch.fmax(largest, lane_xor(largest, lanes))
+    return values, largest
+
+
+def _store_row(at: Any, token: Any, values: list[list[Any]], largest: Any, thread: Any, p: Any) -> Any:
+    """Stores a row of x in fp16 and returns what its products must be multiplied by."""
+    # the largest becomes 2^14 or more, below 2^15
+    exponent = biased_exponent(cute.arch.fmax(largest, Float32(2.0**-112)))
+    down = power_of_two(254 + TOP_EXPONENT - 1 - exponent)
+    for i, eight in enumerate(values):
+        piece = thread + THREADS * i
+        inside = (token < p.tokens) & (piece < p.width // 8)
+        store_words(at.rows.toint() + Int64(token) * (2 * p.width) + Int64(piece * FRAGMENT),
+                    _pairs([v * down for v in eight]), guard=select(inside, Int32(1), Int32(0)))
+    return power_of_two(exponent - (TOP_EXPONENT - 1) - WEIGHT_EXPONENT)
+
+
+def _load_ids(at: Any, thread: Any, p: Any) -> tuple[list[Any], list[Any]]:
+    """This thread's pairs: their experts here, and whether they are here."""
+    first = load_words(at.rank.toint(), 1)[0] * p.local if p.local < p.experts else Int32(0)
+    local, real = [], []
+    for i in range(p.rounds_of_pairs):
+        pair = thread + THREADS * i
+        inside = pair < p.pairs
+        expert = load_words(at.ids.toint() + Int64(pair) * 4, 1, guard=select(inside, Int32(1), Int32(0)))[0] - first
+        here = inside & (expert >= 0) & (expert < p.local)
+        local.append(select(here, expert, Int32(0)))
+        real.append(select(here, Int32(1), Int32(0)))
+    return local, real
+
+
+def _bit_of(thread: Any, i: int, local: Any, p: Any) -> tuple[Any, Any]:
+    """The token of this thread's pair number ``i``, and the offset of the expert's word of bits that it stands in."""
+    token = (thread + THREADS * i) // p.top_k
+    return token, (2 * local + (token >> 5)) * 4
+
+
+def _count_before(thread: Any, lane: Any, i: int, shared: Any, where: Any, p: Any) -> tuple[Any, Any, Any]:
+    """Of this thread's expert of round ``i``: its pairs, and (pairs << 16 | experts) of it alone and of the experts of
+    its warp up to it."""
+    expert = thread + THREADS * i
+    at = shared + where["masks"] + select(expert < p.local, expert, Int32(0)) * 8
+    pairs = cute.arch.popc(load_word(at)) + cute.arch.popc(load_word(at + 4))
+    pairs = select(expert < p.local, pairs, Int32(0))
+    own = (pairs << 16) | select(pairs > 0, Int32(1), Int32(0))
+    before = own
+    for step in range(5):
+        lower = cute.arch.shuffle_sync_up(before, 1 << step, mask_and_clamp=0)
+        before = before + select(lane >= (1 << step), lower, Int32(0))
+    return pairs, own, before
+
+
+@cute.jit
+def _sort(at: Any, epoch: Any, block: Any, warp: Any, lane: Any, thread: Any, shared: Any,
+          where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """All threads: the list of distinct experts with their pairs, and this block's row of x."""
+    local, real = _load_ids(at, thread, p)
+    rows = [_load_row(at, block + p.blocks * i, thread, p) for i in range(p.rounds_of_rows)]
+    for i in cutlass.range_constexpr(len(local)):
+        token, word = _bit_of(thread, i, local[i], p)
+        set_bits(shared + where["masks"] + word, Int32(1) << (token & 31), real[i])
+    if lane == 0:
+        for i in cutlass.range_constexpr(len(rows)):
+            store_shared(shared + where["sizes"] + (32 * i + warp) * 4, [rows[i][1]])
+    cute.arch.sync_threads()
+    factors = []
+    for i in cutlass.range_constexpr(len(rows)):
+        sizes = [load_shared(shared + where["sizes"] + (32 * i + other) * 4) for other in range(WARPS + 3)]
+        factors.append(_store_row(at, block + p.blocks * i, rows[i][0], maximum(sizes), thread, p))
+    counted = []
+    for i in cutlass.range_constexpr(p.rounds_of_experts):
+        counted.append(_count_before(thread, lane, i, shared, where, p))
+        chunk = warp + (WARPS + 3) * i
+        if (lane == 31) & (chunk < 32):
+            store_word(shared + where["totals"] + chunk * 4, counted[i][2])
+    cute.arch.sync_threads()
+    for i in cutlass.range_constexpr(len(rows)):
+        if (thread == 0) & (block + p.blocks * i < p.tokens):
+            publish_row(at.ready.toint() + Int64(block + p.blocks * i) * 8, epoch + 1, factors[i].bitcast(Int32))
+    sums = load_word(shared + where["totals"] + lane * 4)
+    own = sums
+    for step in cutlass.range_constexpr(5):
+        lower = cute.arch.shuffle_sync_up(sums, 1 << step, mask_and_clamp=0)
+        sums = sums + select(lane >= (1 << step), lower, Int32(0))
+    for i in cutlass.range_constexpr(p.rounds_of_experts):
+        pairs, single, before = counted[i]
+        chunk = cutlass.min(warp + (WARPS + 3) * i, Int32(31))
+        before = before - single + lane_value(sums - own, chunk)
+        expert = thread + THREADS * i
+        store_word(shared + where["list"] + (before & LIST_MASK) * 4, expert | (before & ~LIST_MASK),
+                   select(pairs > 0, Int32(1), Int32(0)))
+        store_word(shared + where["starts"] + expert * 4, before >> 16,
+                   select(expert < p.local, Int32(1), Int32(0)))
+    if thread == 31:
+        # the end of the list begins where all pairs have been
+        store_word(shared + where["count"], sums & LIST_MASK)
+        store_word(shared + where["list"] + (sums & LIST_MASK) * 4, sums & ~LIST_MASK)
+    cute.arch.sync_threads()
+    for i in cutlass.range_constexpr(len(local)):
+        token, word = _bit_of(thread, i, local[i], p)
+        masks = shared + where["masks"] + local[i] * 8
+        lower = cute.arch.popc(load_word(shared + where["masks"] + word) & ((Int32(1) << (token & 31)) - 1))
+        lower = lower + select(token >= 32, cute.arch.popc(load_word(masks)), Int32(0))
+        place = load_word(shared + where["starts"] + local[i] * 4) + lower
+        store_word(shared + where["pairs"] + place * 4, thread + THREADS * i, real[i])
+    cute.arch.sync_threads()
+
+
+def _members(index: Any, shared: Any, where: Any) -> tuple[Any, Any]:
+    """Where the pairs of an expert of the list begin, and how many there are."""
+    at = shared + where["list"] + index * 4
+    start = load_word(at) >> 16
+    return start, (load_word(at + 4) >> 16) - start
+
+
+def _pair_at(place: Any, guard: Any, shared: Any, where: Any) -> Any:
+    """A pair of the sorted list; pair 0 of it where ``guard`` is false."""
+    return load_word(shared + where["pairs"] + select(guard, place, Int32(0)) * 4)
+
+
+@cute.jit
+def _await_rows(at: Any, epoch: Any, lane: Any, p: cutlass.Constexpr):
+    """Waits until every block has published its row of x in this launch."""
+    for start in cutlass.range_constexpr(0, p.tokens, 32):
+        token = lane + start
+        guard = select(token < p.tokens, Int32(1), Int32(0))
+        place = at.ready.toint() + Int64(token) * 8
+        found = look(place, guard, 1)[0]
+        while (guard == 1) & (found != epoch + 1):
+            found = look(place, guard, 1)[0]
+    acquire()
+    cute.arch.sync_warp()
+
+
+# the first half
+
+
+@cute.jit
+def _multiply_up(rows: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
+                 where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The warps that multiply: this warp's groups of 8 gate and 8 up rows a unit. Returns the slots used."""
+    column, part = lane >> 2, lane & 3
+    # a warp without groups multiplies those of another by zeros
+    own = cutlass.min(warp * p.own_groups, Int32(p.groups - p.own_groups))
+    real = warp * p.own_groups < p.groups
+    rows = rows + Int64(own * 64 + part * FRAGMENT)
+    items = count * p.items
+    x = [[Int32(0)] * 4 for _ in range(p.own_groups)]
+    begin, own_members = _members(cutlass.min(block, cutlass.max(items - 1, Int32(0))) // p.items, shared, where)
+    opening = real & (block < items) & (column < own_members)
+    token = _pair_at(begin + column, opening, shared, where) // p.top_k
+    x = [reload(rows + Int64(token * (2 * p.width) + 64 * i), x[i], select(opening, Int32(1), Int32(0)))
+         for i in range(p.own_groups)]
+    fill, step = Int32(0), Int32(0)
+    for item in cutlass.range(block, items, p.blocks, unroll=1):
+        start, members = _members(item // p.items, shared, where)
+        further = item + p.blocks < items
+        other, others = _members(select(further, item + p.blocks, item) // p.items, shared, where)
+        passes = (members + TOKENS - 1) // TOKENS
+        for unit in cutlass.range(p.run, unroll=1):
+            slot = fill % p.slots
+            await_phase(shared + where["full"] + slot * 8, (fill // p.slots) & 1)
+            slab = shared + where["ring"] + slot * p.slot_bytes
+            for eight in cutlass.range(passes, unroll=1):
+                # whose columns are multiplied next: of the next 8 tokens, of the first 8 again, of the next expert
+                ends = eight + 1 == passes
+                leaves = ends & (unit + 1 == p.run)
+                after = select(ends, Int32(0), (eight + 1) * TOKENS)
+                first = select(leaves, other, start + after)
+                left = select(leaves, others, members - after)
+                wanted = real & ((passes > 1) | leaves) & (column < left) & (further | (first != other) | (passes > 1))
+                source = rows + Int64(_pair_at(first + column, wanted, shared, where) // p.top_k) * (2 * p.width)
+                guard = select(wanted, Int32(1), Int32(0))
+                matrix = slab + (((lane >> 3) & 1) * TILE + (lane & 7)) * p.row_bytes + ((lane >> 4) + own) * FRAGMENT
+                scale = slab + 2 * TILE * p.row_bytes + (lane >> 2) * p.groups + own
+                total = [Float32(0.0)] * 4
+                loaded = []
+                for pair in cutlass.range_constexpr(-(-p.own_groups // 2)):
+                    here = min(2, p.own_groups - 2 * pair)
+                    words = load_matrices(matrix + 2 * FRAGMENT * pair, 2 * here)
+                    for i in cutlass.range_constexpr(here):
+                        group = 2 * pair + i
+                        gate = scale_of(load_byte(scale + group))
+                        up = scale_of(load_byte(scale + TILE * p.groups + group))
+                        total = _add_scaled(total, gate, up, dot_group(words[2 * i], words[2 * i + 1], x[group]), p)
+                        loaded.append(reload(source + 64 * group, x[group], guard))
+                x = loaded
+                cute.arch.sync_warp()
+                if lane == 0:
+                    arrive(shared + where["empty"] + slot * 8, guard=select(ends, Int32(1), Int32(0)))
+                buffer = step & 1
+                await_phase(shared + where["partials_empty"] + buffer * 8, ((step >> 1) & 1) ^ 1)
+                store_shared(shared + where["partials"] + buffer * PARTIALS + (warp * 32 + lane) * FRAGMENT, total)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    arrive(shared + where["partials_full"] + buffer * 8)
+                step = step + 1
+            fill = fill + 1
+    return fill
+
+
+@cute.jit
+def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+                  p: cutlass.Constexpr):
+    """One warp: adds up the warps' sums, applies SiTU and publishes the activations of a unit's 8 rows of 8 tokens."""
+    step = Int32(0)
+    row, part = lane >> 2, lane & 3
+    upper = (row & 2) != 0
+    for item in cutlass.range(block, count * p.items, p.blocks, unroll=1):
+        start, members = _members(item // p.items, shared, where)
+        for unit in cutlass.range(p.run, unroll=1):
+            tile = item % p.items * p.run + unit
+            for first in cutlass.range(0, members, TOKENS, unroll=1):
+                columns = [first + 2 * part + i for i in range(2)]
+                pairs = [_pair_at(start + c, c < members, shared, where) for c in columns]
+                factors = [load_shared(shared + where["factors"] + pair // p.top_k * 4) for pair in pairs]
+                sums = _add_warps(step, lane, shared, where)
+                found = [situ(sums[i] * factors[i], sums[2 + i] * factors[i], p.beta, p.linear_beta)
+                         * 2.0**p.act_exponent for i in range(2)]
+                # rows r and r + 2 make a word: lanes of r publish the first token's, those of r + 2 the second's
+                other = lane_xor(select(upper, found[0], found[1]), 8)
+                word = not_zero(pack_f16(select(upper, other, found[0]), select(upper, found[1], other)))
+                fragment = select(upper, pairs[1], pairs[0]) * p.tiles + tile
+                offset = fragment * FRAGMENT + ((row & 1) * 2 + (row >> 2)) * 4
+                mine = select(upper, columns[1], columns[0])
+                publish(act + Int64(offset), word, select(mine < members, Int32(1), Int32(0)))
+                step = step + 1
+
+
+# the second half
+
+
+def _look_at(act: Any, start: Any, left: Any, group: Any, lane: Any, shared: Any, where: Any,
+             p: Any) -> tuple[list[Any], Any, Any]:
+    """A chunk of the activations of 8 pairs from ``start`` on, of which ``left`` are there, with their place."""
+    wanted = (lane >> 2) < left
+    pair = _pair_at(start + (lane >> 2), wanted, shared, where)
+    source = act + Int64((pair * p.tiles + 4 * group + (lane & 3)) * FRAGMENT)
+    guard = select(wanted, Int32(1), Int32(0))
+    return [word for i in range(p.chunk) for word in look(source + 4 * FRAGMENT * i, guard)], source, guard
+
+
+@cute.jit
+def _multiply_chunk(sums: Any, x: Any, group: Any, rows: Any, inside: Any, lane: Any, p: cutlass.Constexpr):
+    """``sums`` plus a chunk of an expert's rows of this block's columns times activations."""
+    sums = list(sums)
+    x = [x[4 * i : 4 * i + 4] for i in range(p.chunk)]
+    if cutlass.const_expr(p.rounds):
+        # a word holds two columns of the group: their order does not matter for rounding
+        x = [_repacked(four, p) for four in x]
+    last = p.columns - 1
+    for tile in cutlass.range_constexpr(p.column_tiles):
+        matrix_row = cutlass.min(tile * 16 + ((lane >> 3) & 1) * 8 + (lane & 7), Int32(last))
+        matrix = rows + matrix_row * (p.inter // 2) + ((lane >> 4) + group) * FRAGMENT
+        scales = rows + p.columns * (p.inter // 2) + inside + group
+        upper = scales + cutlass.min(tile * 16 + (lane >> 2), Int32(last)) * p.inter_groups
+        lower = scales + cutlass.min(tile * 16 + 8 + (lane >> 2), Int32(last)) * p.inter_groups
+        four = sums[4 * tile : 4 * tile + 4]
+        for pair in cutlass.range_constexpr(-(-p.chunk // 2)):
+            here = min(2, p.chunk - 2 * pair)
+            words = load_matrices(matrix + 2 * FRAGMENT * pair, 2 * here)
+            for i in cutlass.range_constexpr(here):
+                at = 2 * pair + i
+                a, b = scale_of(load_byte(upper + at)), scale_of(load_byte(lower + at))
+                four = _add_scaled(four, a, b, dot_group(words[2 * i], words[2 * i + 1], x[at]), p)
+        sums[4 * tile : 4 * tile + 4] = four
+    return sums
+
+
+@cute.jit
+def _keep_products(sums: Any, start: Any, left: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+                   p: cutlass.Constexpr):
+    """Stores the sums of 8 pairs for this block's columns in the lines of the pairs."""
+    row, part = lane >> 2, lane & 3
+    for i in cutlass.range_constexpr(2):
+        column = 2 * part + i
+        pair = _pair_at(start + column, column < left, shared, where)
+        line = shared + where["products"] + pair * (4 * p.product_stride)
+        for tile in cutlass.range_constexpr(p.column_tiles):
+            for half in cutlass.range_constexpr(2):
+                at = 16 * tile + 8 * half + row
+                store_shared(line + at * 4, [sums[4 * tile + 2 * half + i]],
+                             guard=select((column < left) & (at < p.columns), Int32(1), Int32(0)))
+
+
+@cute.jit
+def _multiply_down(act: Any, fill: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
+                   where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The warps that multiply: every 16th expert's rows for this block's columns."""
+    inside = ((p.blocks - 1 - block) * p.columns * p.inter_groups) & 15
+    start, members = _members(cutlass.min(warp, count), shared, where)
+    members = select(warp < count, members, Int32(0))
+    x, source, guard = _look_at(act, start, members, Int32(0), lane, shared, where, p)
+    for begin in cutlass.range(0, count, p.together, unroll=1):
+        turn = fill + begin // p.together
+        slot = turn % p.slots
+        await_phase(shared + where["full"] + slot * 8, (turn // p.slots) & 1)
+        end = cutlass.min(begin + p.together, count)
+        for index in cutlass.range(begin + ((warp - begin) & (WARPS - 1)), end, WARPS, unroll=1):
+            start, members = _members(index, shared, where)
+            further = index + WARPS < count
+            other, others = _members(select(further, index + WARPS, index), shared, where)
+            others = select(further, others, Int32(0))
+            rows = shared + where["ring"] + slot * p.slot_bytes + (index % p.together) * p.down_bytes
+            for eight in cutlass.range(0, members, TOKENS, unroll=1):
+                sums = [Float32(0.0)] * (4 * p.column_tiles)
+                for chunk in cutlass.range(p.chunks, unroll=1):
+                    late = is_late(x)
+                    while late != 0:
+                        x = [word for i in range(p.chunk) for word in look(source + 4 * FRAGMENT * i, guard)]
+                        late = is_late(x)
+                    cute.arch.sync_warp()
+                    ends = chunk + 1 == p.chunks
+                    leaves = ends & (eight + TOKENS >= members)
+                    after = select(ends, eight + TOKENS, eight)
+                    following, source, guard = _look_at(
+                        act, select(leaves, other, start + after), select(leaves, others, members - after),
+                        select(ends, Int32(0), (chunk + 1) * p.chunk), lane, shared, where, p)
+                    sums = _multiply_chunk(sums, x, chunk * p.chunk, rows, inside, lane, p)
+                    x = following
+                _keep_products(sums, start + eight, members - eight, lane, shared, where, p)
+        cute.arch.sync_warp()
+        if lane == 0:
+            arrive(shared + where["empty"] + slot * 8)
+
+
+@cute.jit
+def _combine(at: Any, block: Any, thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """Adds up the lines of each token times its routing weights and stores bf16."""
+    cute.arch.barrier(barrier_id=MULTIPLIERS, number_of_threads=MULTIPLYING)
+    first = (p.blocks - 1 - block) * p.columns
+    fours = p.product_stride // 4
+    expert0 = Int32(0)
+    if cutlass.const_expr(p.local < p.experts):
+        expert0 = load_words(at.rank.toint(), 1)[0] * p.local
+    for index in cutlass.range(thread, p.tokens * fours, MULTIPLYING, unroll=1):
+        token, row = index // fours, index % fours * 4
+        total = [Float32(0.0)] * 4
+        for i in cutlass.range_constexpr(p.top_k):
+            pair = token * p.top_k + i
+            weight = load_words(at.weights.toint() + Int64(pair) * 4, 1)[0].bitcast(Float32)
+            line = load_shared(shared + where["products"] + (pair * p.product_stride + row) * 4, 4)
+            if cutlass.const_expr(p.local < p.experts):
+                expert = load_words(at.ids.toint() + Int64(pair) * 4, 1)[0] - expert0
+                here = (expert >= 0) & (expert < p.local)
+                # nobody has written the line of an expert of another rank
+                line = [select(here, v, Float32(0.0)) for v in line]
+                weight = select(here, weight, Float32(0.0))
+            total = [t + weight * v for t, v in zip(total, line, strict=True)]
+        words = pack([t * 2.0 ** (-WEIGHT_EXPONENT - p.act_exponent) for t in total])
+        place = at.out.toint() + Int64(token * p.stride_out + first + row) * 2
+        for i in cutlass.range_constexpr(4):
+            real = (row + i < p.columns) & (first + row + i < p.out_width)
+            store_half(place + 2 * i, words[i // 2] >> (16 * (i % 2)), guard=select(real, Int32(1), Int32(0)))
+
+
+@cute.kernel
+def _moe_experts_gathered(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
+    start_dependents(p.dependent)
+    at = named(names, arguments)
+    where = p.place()
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+    shared = cute.arch.get_dyn_smem(cutlass.Uint8, 128).toint()
+    _start(thread, shared, where, p)
+    cute.arch.sync_threads()
+    await_producers(p.dependent)
+    epochs = at.epochs.toint() + Int64(block) * 4
+    epoch = load_words(epochs, 1)[0]
+    bytes_of_part = p.pairs * p.tiles * FRAGMENT
+    act = at.act.toint() + Int64(epoch & 1) * bytes_of_part
+    _sort(at, epoch, block, warp, lane, thread, shared, where, p)
+    count = load_word(shared + where["count"])
+    if warp == COPIER:
+        copy_by_rows(at, count, block, lane, shared, where, p)
+    elif warp == ZEROING:
+        # the other part was read by the launch before and has to be zero for the next
+        before = at.act.toint() + Int64((epoch & 1) ^ 1) * bytes_of_part
+        for index in cutlass.range(block * 32 + lane, bytes_of_part // FRAGMENT, p.blocks * 32, unroll=1):
+            store_words(before + Int64(index) * FRAGMENT, [Int32(0)] * 4)
+        if lane == 0:
+            store_words(epochs, [epoch + 1])
+    elif warp == FINISHER:
+        _await_rows(at, epoch, lane, p)
+        for start in cutlass.range_constexpr(0, p.tokens, 32):
+            inside = select(lane + start < p.tokens, Int32(1), Int32(0))
+            found = look(at.ready.toint() + Int64(lane + start) * 8 + 4, inside, 1)[0]
+            store_word(shared + where["factors"] + (lane + start) * 4, found, inside)
+        cute.arch.sync_warp()
+        _finish_units(act, count, block, lane, shared, where, p)
+    else:
+        _await_rows(at, epoch, lane, p)
+        fill = _multiply_up(at.rows.toint(), count, block, warp, lane, shared, where, p)
+        if p.blocks - 1 - block < p.column_blocks:
+            _multiply_down(act, fill, count, block, warp, lane, shared, where, p)
+            _combine(at, block, thread, shared, where, p)
+
+
+def bind(call: Call) -> Launch:
+    """x, ids, rank, weights, w1, w3, s1, s3, w2, s2 -> out."""
+    config, tensors = Config(**call.config), call.tensors
+    x, ids, w1, w2, out = (tensors[name] for name in ("x", "ids", "w1", "w2", "out"))
+    attrs, activation = call.attrs["gate"], call.attrs["act"]
+    for name in ("ids", "weights", "w1", "w3", "s1", "s3", "w2", "s2"):
+        assert tensors[name].is_contiguous(), f"{name} {tensors[name].shape} {tensors[name].stride()}"
+    dtypes = [t.dtype for t in (ids, x, out)]
+    assert dtypes == [torch.int32, torch.bfloat16, torch.bfloat16], f"ids, x, out are {dtypes}"
+    assert (2 * w1.shape[2], 2 * w2.shape[2]) == (x.shape[1], w1.shape[1]), f"x {x.shape}, {w1.shape}, {w2.shape}"
+    assert row_stride(x) % 8 == 0, f"rows of x {x.stride()} do not lie on 16 bytes"
+    blocks = multiprocessors(x.device)
+    assert blocks <= MOST_BLOCKS, f"{blocks} multiprocessors"
+    static = Gathered(
+        tokens=ids.shape[0], top_k=ids.shape[1], width=x.shape[1], inter=w1.shape[1], out_width=w2.shape[1],
+        local=w1.shape[0], experts=attrs["experts"], blocks=blocks, slots=config.slots, bulk=True,
+        stride_x=row_stride(x), stride_out=row_stride(out), beta=activation["beta"],
+        linear_beta=activation["linear_beta"], rounds=attrs["activation"] == "mxfp8", dependent=call.dependent_launch,
+        run=config.run)
+    assert static.tokens <= MOST_TOKENS, f"{static.tokens} rows"
+    assert static.local <= LIST_BITS, f"{static.local} experts of a rank"
+    arguments = {name: tensors[name] for name in ("x", "ids", "rank", "weights", "w1", "w3", "s1", "s3", "w2", "s2")}
+    arguments |= {"out": out, **{name: call.scratch[name] for name in ("act", "epochs", "rows", "ready")}}
+    assert call.scratch["act"].shape[0] == PARITIES, f"activations {call.scratch['act'].shape}"
+    return KernelLaunch(_moe_experts_gathered, (blocks, 1, 1), THREADS, arguments, static,
+                        shared=static.place()["end"], dependent=static.dependent)

@@ -1,0 +1,84 @@
+"""Sizes of ``cute.moe_experts_gathered``: what differs from ``moe_experts_plan.py``. Pure functions, no cutlass."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .moe_experts_plan import FRAGMENT, PARTIALS, THREADS, TOKENS, Static
+
+MOST_TOKENS = 64  # two words of bits
+
+
+@dataclass(frozen=True)
+class Config:
+    """Slots of the ring of weights, and units of one expert that a block does one after the other."""
+
+    slots: int = 3
+    run: int = 4
+
+
+@dataclass(frozen=True)
+class Gathered(Static):
+    """What the kernel is compiled for. ``tokens`` are up to ``MOST_TOKENS``; an expert takes its own by eights."""
+
+    @property
+    def pairs(self) -> int:
+        """Tokens times their experts."""
+        return self.tokens * self.top_k
+
+    @property
+    def items(self) -> int:
+        """Runs of units of one expert in the first half."""
+        return self.tiles // self.run
+
+    @property
+    def rounds_of_experts(self) -> int:
+        """Turns in which all threads look at one expert each."""
+        return -(-self.local // THREADS)
+
+    @property
+    def rounds_of_pairs(self) -> int:
+        return -(-self.pairs // THREADS)
+
+    @property
+    def rounds_of_rows(self) -> int:
+        """Rows of x that a block converts."""
+        return -(-self.tokens // self.blocks)
+
+    @property
+    def rounds_of_row(self) -> int:
+        """Turns in which all threads convert 8 columns of a row each."""
+        return -(-self.width // 8 // THREADS)
+
+    @property
+    def product_stride(self) -> int:
+        """fp32 of one pair's products in shared memory: whole words of 16 bytes."""
+        return -(-self.columns // 4) * 4
+
+    @property
+    def chunk_words(self) -> int:
+        """Words of activations that a lane holds for a chunk of W2."""
+        return 4 * self.chunk
+
+    def place(self) -> dict[str, int]:
+        """Where things lie in shared memory, and its bytes under "end". Products begin when experts are long sorted:
+        what only the sorting needs lies in their place."""
+        sorting = {"masks": 8 * self.local, "starts": 4 * self.local, "sizes": 4 * 32 * self.rounds_of_rows}
+        products = 4 * self.product_stride * self.pairs
+        sizes = {
+            "ring": self.slots * self.slot_bytes, "products": max(products, sum(sorting.values()) + 3 * FRAGMENT),
+            "partials": 2 * PARTIALS, "full": 8 * self.slots, "empty": 8 * self.slots, "partials_full": 16,
+            "partials_empty": 16, "count": 4, "totals": 4 * 32, "list": 4 * (self.most + 1), "pairs": 4 * self.pairs,
+            "factors": 4 * self.tokens,
+        }
+        found, at = {}, 0
+        for name, size in sizes.items():
+            found[name] = at
+            at += -(-size // FRAGMENT) * FRAGMENT
+        inside = found["products"]
+        for name, size in sorting.items():
+            found[name] = inside
+            inside += -(-size // FRAGMENT) * FRAGMENT
+        return found | {"end": at}
+
+
+assert MOST_TOKENS % TOKENS == 0
