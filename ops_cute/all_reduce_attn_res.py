@@ -43,8 +43,9 @@ import torch
 from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch, Link
+from ..compiler.launches import LaunchSequence
 from .all_reduce_attn_res_menu import message
-from .launching import KernelLaunch, LaunchSequence, await_producers, row_stride, start_dependents
+from .launching import KernelLaunch, await_producers, row_stride, start_dependents
 from .mailbox import (
     Addresses,
     Mailbox,

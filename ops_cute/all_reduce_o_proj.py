@@ -30,6 +30,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch, Link
+from ..compiler.launches import LaunchSequence
 from .all_reduce_attn_res import (
     COLLECT,
     LANES,
@@ -43,7 +44,7 @@ from .all_reduce_attn_res import (
     tensors_of,
 )
 from .all_reduce_o_proj_menu import MOST_ROWS, TILE, UNIT, producers, splits
-from .launching import KernelLaunch, LaunchSequence, await_producers, row_stride, start_dependents
+from .launching import KernelLaunch, await_producers, row_stride, start_dependents
 from .mailbox import Addresses, Mailbox, addresses, columns_of, fits_at_once
 from .primitives import address, load_shared, load_words, mma, pack, select, store_shared
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
-from .launching import KernelLaunch, LaunchSequence, compile_kernel
+from ..compiler.launches import Usage
+from .launching import KernelLaunch, compile_kernel
 
 TARGETS = ("sm_90a", "sm_100a", "sm_103a")
 # bytes a block may ask for: 227 KB
@@ -22,25 +21,6 @@ _INSTRUCTION = 16  # bytes; the lower 12 bits are its operation
 # operations by number, the same from sm_90 to sm_103
 LOAD, WAIT = 0x981, 0x82E  # of global memory (LDG), and griddepcontrol.wait (ACQBULK)
 _LOCAL = {0x387, 0x983}  # STL and LDL
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What one compiled kernel takes: registers a thread, bytes of shared memory, bytes of local memory a thread."""
-
-    registers: int
-    shared: int
-    spilled: int
-
-
-def kernels_of(launch: Any) -> Iterator[KernelLaunch]:
-    """The single kernel launches inside a bound launch."""
-    if isinstance(launch, KernelLaunch):
-        yield launch
-    else:
-        assert isinstance(launch, LaunchSequence), f"a bound launch is {type(launch).__name__}, not launches as data"
-        for one in launch.launches:
-            yield from kernels_of(one)
 
 
 def compile_launch(launch: KernelLaunch, target: str) -> Usage:

@@ -107,17 +107,6 @@ class KernelLaunch:
 
 
 @dataclass(frozen=True)
-class LaunchSequence:
-    """Launches that one planned launch needs where a single kernel cannot do it."""
-
-    launches: tuple[KernelLaunch, ...]
-
-    def __call__(self) -> None:
-        for launch in self.launches:
-            launch()
-
-
-@dataclass(frozen=True)
 class Compiled:
     """A compiled kernel: the name of its function and the binary that holds it."""
 

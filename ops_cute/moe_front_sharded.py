@@ -34,7 +34,8 @@ import torch
 from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch, Link
-from .launching import KernelLaunch, LaunchSequence, await_producers, row_stride, start_dependents
+from ..compiler.launches import LaunchSequence
+from .launching import KernelLaunch, await_producers, row_stride, start_dependents
 from .mailbox import Addresses, Mailbox, addresses, columns_of
 from .moe_front import (
     COPIER,

@@ -35,7 +35,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch, Link
-from .launching import KernelLaunch, LaunchSequence, await_producers, row_stride, start_dependents
+from ..compiler.launches import LaunchSequence
+from .launching import KernelLaunch, await_producers, row_stride, start_dependents
 from .mailbox import Addresses, Mailbox, addresses, columns_of, fits_at_once, hold_back, row_bytes
 from .moe_tail_menu import COLUMNS, MOST_BLOCKS, MOST_ROWS, TILE, UNIT, message, tiles
 from .primitives import (

@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 
 from ..compiler.call import Call, Launch
+from ..compiler.launches import LaunchSequence
 from .attn_res_menu import BLOCKS, slices
 from .launching import (
     COLLECT,
@@ -40,7 +41,6 @@ from .launching import (
     PUBLISH,
     WHOLE,
     KernelLaunch,
-    LaunchSequence,
     await_producers,
     launch_options,
     row_stride,

@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 
 from ..compiler.call import Call, Launch, Link
+from ..compiler.launches import LaunchSequence
 from .attn_res import _exchange as _exchange_grams
 from .attn_res import _products
 from .collectives_menu import units
@@ -58,7 +59,6 @@ from .exchange import (
 from .launching import (
     INTERPRET,
     KernelLaunch,
-    LaunchSequence,
     await_producers,
     launch_options,
     row_stride,

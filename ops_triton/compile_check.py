@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,8 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .launching import KernelLaunch, LaunchSequence
+from ..compiler.launches import Usage
+from .launching import KernelLaunch
 
 TARGETS: dict[str, GPUTarget] = {
     "sm_90a": GPUTarget("cuda", 90, 32), "sm_100a": GPUTarget("cuda", 100, 32), "sm_103a": GPUTarget("cuda", 103, 32),
@@ -32,25 +31,6 @@ _POINTER = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
     torch.uint8: "*u8", torch.int8: "*i8", torch.float8_e4m3fn: "*fp8e4nv", torch.int16: "*i16",
 }
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What one compiled kernel takes: registers a thread, bytes of shared memory, bytes spilled a thread."""
-
-    registers: int
-    shared: int
-    spilled: int
-
-
-def kernels_of(launch: Any) -> Iterator[KernelLaunch]:
-    """The single kernel launches inside a bound launch."""
-    if isinstance(launch, KernelLaunch):
-        yield launch
-    else:
-        assert isinstance(launch, LaunchSequence), f"a bound launch is {type(launch).__name__}, not launches as data"
-        for one in launch.launches:
-            yield from kernels_of(one)
 
 
 def compile_for(launch: KernelLaunch, target: str) -> Any:

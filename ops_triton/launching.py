@@ -74,22 +74,6 @@ class KernelLaunch:
         return int(compiled.metadata.shared)
 
 
-@dataclass(frozen=True)
-class LaunchSequence:
-    """Launches that one planned launch needs where a single kernel cannot do it (the interpreter's barriers)."""
-
-    launches: tuple[KernelLaunch, ...]
-
-    def __call__(self) -> None:
-        for launch in self.launches:
-            launch()
-
-    def compile(self) -> None:
-        """See ``KernelLaunch.compile``."""
-        for launch in self.launches:
-            launch.compile()
-
-
 def launch_options(dependent_launch: bool) -> dict[str, Any]:
     """Options of a launch with a programmatic edge; empty without one, so that other backends accept them."""
     return {"launch_pdl": True} if dependent_launch else {}

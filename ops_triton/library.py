@@ -12,7 +12,8 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils import _pytree as pytree
 
-from .launching import KernelLaunch, LaunchSequence
+from ..compiler.launches import LaunchSequence
+from .launching import KernelLaunch
 
 
 def define(name: str, bind: Callable[..., tuple[Any, tuple[torch.Tensor, ...]]],

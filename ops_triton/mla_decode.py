@@ -39,10 +39,10 @@ import triton
 import triton.language as tl
 
 from ..compiler.call import Call, Launch
+from ..compiler.launches import LaunchSequence
 from .launching import (
     INTERPRET,
     KernelLaunch,
-    LaunchSequence,
     await_producers,
     launch_options,
     row_stride,

@@ -35,13 +35,13 @@ import triton
 import triton.language as tl
 
 from ..compiler.call import Call, Launch
+from ..compiler.launches import LaunchSequence
 from .launching import (
     COLLECT,
     INTERPRET,
     PUBLISH,
     WHOLE,
     KernelLaunch,
-    LaunchSequence,
     await_producers,
     launch_options,
     row_stride,

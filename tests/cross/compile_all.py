@@ -70,7 +70,8 @@ def _compile(region: Region, target: str, config: Mapping[str, Any]) -> list[lis
 
 
 def _numbers(launch: Any, target: str) -> list[list[Any]]:
-    from k3plan.ops_triton.compile_check import compile_launch, kernels_of
+    from k3plan.compiler.launches import kernels_of
+    from k3plan.ops_triton.compile_check import compile_launch
 
     found = [compile_launch(one, target) for one in kernels_of(launch)]
     return [[usage.registers, usage.shared, usage.spilled] for usage in found]

@@ -50,9 +50,10 @@ def chosen(wanted: str) -> list[tuple[str, Region]]:
 
 def compile_one(task: tuple[int, str, dict[str, list[int]]]) -> list[Line]:
     """All targets of one region; ``known`` usage by key is taken over."""
+    from k3plan.compiler.launches import kernels_of
     from k3plan.graphs.bench import random_inputs
     from k3plan.graphs.launch import bind_region
-    from k3plan.ops_cute.compile_check import TARGETS, compile_launch, kernels_of
+    from k3plan.ops_cute.compile_check import TARGETS, compile_launch
     from k3plan.ops_cute.launching import content_key
 
     index, wanted, known = task

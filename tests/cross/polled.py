@@ -20,9 +20,10 @@ from typing import Any
 from launches import SHARDED, WHOLE, Setting, chosen
 
 from k3plan.compiler.kernel import Region
+from k3plan.compiler.launches import kernels_of
 from k3plan.graphs.bench import random_inputs
 from k3plan.graphs.launch import bind_region
-from k3plan.ops_triton.compile_check import compile_for, kernels_of
+from k3plan.ops_triton.compile_check import compile_for
 from k3plan.ops_triton.launching import KernelLaunch
 
 WAITING = r"all_reduce|reduce_scatter|all_gather|stripe|moe_tail|mla_query_absorb|attn_res|moe_front"

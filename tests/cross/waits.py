@@ -23,10 +23,11 @@ from launches import chosen
 from ptx_waits import Pointer, find_early
 
 from k3plan.compiler.kernel import Region
+from k3plan.compiler.launches import kernels_of
 from k3plan.graphs.bench import random_inputs
 from k3plan.graphs.launch import bind_region, default_config
 from k3plan.ops_triton import collectives, moe_front
-from k3plan.ops_triton.compile_check import compile_for, kernels_of
+from k3plan.ops_triton.compile_check import compile_for
 from k3plan.ops_triton.exchange import make_table
 from k3plan.ops_triton.launching import KernelLaunch
 

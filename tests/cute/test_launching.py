@@ -13,10 +13,10 @@ pytest.importorskip("cutlass")
 import cutlass
 import cutlass.cute as cute
 
+from k3plan.compiler.launches import LaunchSequence
 from k3plan.ops_cute import compile_check, launching
 from k3plan.ops_cute.launching import (
     KernelLaunch,
-    LaunchSequence,
     await_producers,
     compile_kernel,
     content_key,

@@ -269,7 +269,8 @@ def test_published_activations_are_the_operand_of_the_second_half() -> None:
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a", "sm_103a"])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_kernels_compile_for_every_target_and_spill_next_to_nothing(target: str, rows: int) -> None:
-    from k3plan.ops_cute.compile_check import compile_launch, kernels_of
+    from k3plan.compiler.launches import kernels_of
+    from k3plan.ops_cute.compile_check import compile_launch
 
     for kernel in (*moe_experts_menu.KERNELS, moe_front_menu.KERNELS[0]):
         region = real_regions(rows, (kernel,))[0]

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from k3plan.compiler.launches import LaunchSequence
 from k3plan.graphs.precompile import compile_launches
 from k3plan.ops_triton.attn_res import _norm
-from k3plan.ops_triton.launching import KernelLaunch, LaunchSequence
+from k3plan.ops_triton.launching import KernelLaunch
 
 
 @dataclass

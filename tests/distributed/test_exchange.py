@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from k3plan.compiler.call import Call, emulated_links
+from k3plan.compiler.launches import LaunchSequence
 from k3plan.face import compile_plan
 from k3plan.ops_triton.collectives import bind_exchange, bind_two_shot
 from k3plan.ops_triton.collectives_menu import HEALTH, mailbox
-from k3plan.ops_triton.launching import LaunchSequence
 
 RANKS, WIDTH, LIMIT = 2, 128, 3
 ALL_ONES = -1  # as i32: a NaN, and the one payload that armed words cannot carry

@@ -157,8 +157,8 @@ def test_every_kernel_has_a_case() -> None:
 def test_a_wait_that_gives_up_says_so(device: str) -> None:
     """With a limit, a rank whose peers never send says in which launch, epoch and block it missed what, and of whom."""
     from k3plan.compiler.call import Call, emulated_links
+    from k3plan.compiler.launches import LaunchSequence
     from k3plan.ops_triton.collectives import bind_exchange
-    from k3plan.ops_triton.launching import LaunchSequence
 
     if device != "cpu":
         pytest.skip("a launch of one rank only needs the interpreter's halves")
