@@ -10,8 +10,8 @@ then AttnRes and norm as in ``attn_res.py``, whose exchange between the blocks o
 stripes gathered.
 
 Layout: the fastest grid axis is the rank. ``exchange``: a block per ``units`` words of a row. ``mix``: a block per
-``columns`` of a row. ``stripe``: a block per ``rows`` rows of the weight, all step rows; the norm is a factor of the
-row and is applied to the sum.
+``columns`` of a row. ``stripe``: a block per ``rows`` rows of the weight, all step rows, with those rows in registers
+or, above 4 step rows, walking along them ``block`` at a time; the norm is a factor of the row, applied to the sum.
 
 Waits: each block sends its own share before it waits for others. Weights and addresses are loaded before the wait for
 the producers. The trigger is the first instruction. With LIMIT > 0 (debug) a wait gives up and says so in ``health``.
@@ -275,6 +275,43 @@ def _mix(table, COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, SLIC
 
 
 @triton.jit
+def _gather_stripe(table, OWN: tl.constexpr, up, block, rank, epoch, epochs, M: tl.constexpr, MP: tl.constexpr,
+                   STRIPE: tl.constexpr, R: tl.constexpr, POLLED: tl.constexpr, STRIDE_SHARED: tl.constexpr,
+                   STRIDE_Y: tl.constexpr, RANKS: tl.constexpr, PADDED: tl.constexpr, SLOT: tl.constexpr,
+                   LIMIT: tl.constexpr, ALIGN: tl.constexpr, ARMED: tl.constexpr, PHASE: tl.constexpr):
+    """Adds the shared experts' part to ``up`` fp32 [MP, R] and puts the columns of every rank into each."""
+    m = tl.arange(0, MP)
+    out = block * R + tl.arange(0, R)
+    unit = block * (R // 2) + tl.arange(0, R // 2)
+    # as limits: a mask that is reshaped costs a conversion
+    rows = tl.reshape(m[:, None] + (unit * 0)[None, :], (MP * R // 2,))
+    pairs = tl.reshape((m * 0)[:, None] + unit[None, :], (MP * R // 2,))
+    real = (rows < M) & (pairs < STRIPE // 2)
+    shared = address(table, 3, tl.bfloat16, ALIGN) + m[:, None] * STRIDE_SHARED + out[None, :]
+    up += tl.load(shared, mask=(m < M)[:, None] & (out < STRIPE)[None, :], other=0.0).to(tl.float32)
+    low, high = tl.split(tl.reshape(up, (MP, R // 2, 2)))
+    own = tl.reshape(make_pair(low, high), (MP * R // 2,))
+    if PHASE != 2:
+        word = make_word(own, epoch, ARMED)
+        for peer in tl.static_range(RANKS):
+            send(table, OWN, peer, word, rows * (STRIPE // 2) + pairs, real, epoch, rank, RANKS, SLOT, ALIGN, ARMED)
+    if PHASE != 1:
+        y = address(table, 4, tl.int32, ALIGN)
+        tl.store(y + rows * STRIDE_Y + rank * (STRIPE // 2) + pairs, own, mask=real)
+        # as many words as threads or more, which this rank's own are not
+        i = tl.arange(0, POLLED)
+        row = i // (R // 2)
+        pair = block * (R // 2) + i % (R // 2)
+        wanted = (row < M) & (pair < STRIPE // 2)
+        got = receive(table, OWN, i * 0, row * (STRIPE // 2) + pair, wanted, epoch, rank, RANKS, PADDED, SLOT, LIMIT,
+                      ALIGN, ARMED)
+        sender = tl.arange(0, PADDED)[:, None]
+        others = (sender < RANKS) & wanted[None, :] & (sender != rank)
+        tl.store(y + row[None, :] * STRIDE_Y + sender * (STRIPE // 2) + pair[None, :], got, mask=others)
+        store_epoch(epochs, epoch)
+
+
+@triton.jit
 def _stripe(table, COLUMNS: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, KB: tl.constexpr,
             KW: tl.constexpr, STRIPE: tl.constexpr, R: tl.constexpr, POLLED: tl.constexpr, EPS: tl.constexpr,
             STRIDE_X: tl.constexpr, STRIDE_SHARED: tl.constexpr, STRIDE_Y: tl.constexpr, FMA: tl.constexpr,
@@ -293,17 +330,10 @@ def _stripe(table, COLUMNS: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, K: 
                      mask=(out < STRIPE)[None, :, None] & (k < K)[:, None, :], other=0.0)
     norm = tl.load(address(table, 1, tl.bfloat16, ALIGN) + k, mask=k < K, other=0.0).to(tl.float32)
     x = address(table, 0, tl.bfloat16, ALIGN)
-    shared = address(table, 3, tl.bfloat16, ALIGN) + m[:, None] * STRIDE_SHARED + out[None, :]
     epochs = address(table, OWN + EPOCHS, tl.int32, ALIGN) + block
     await_producers(DEPENDENT_LAUNCH)
 
     epoch = next_epoch(epochs, ARMED)
-    unit = block * (R // 2) + tl.arange(0, R // 2)
-    at = tl.reshape(m[:, None] * (STRIPE // 2) + unit[None, :], (MP * R // 2,))
-    # as a limit: a mask that is reshaped costs a conversion
-    rows = tl.reshape(m[:, None] + (unit * 0)[None, :], (MP * R // 2,))
-    pairs = tl.reshape((m * 0)[:, None] + unit[None, :], (MP * R // 2,))
-    real = (rows < M) & (pairs < STRIPE // 2)
     if FMA:
         up = tl.zeros((MP, R), tl.float32)
         wide = weight.to(tl.float32)
@@ -319,27 +349,49 @@ def _stripe(table, COLUMNS: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, K: 
         parts = tl.dot((row * norm[:, None, :]).to(PRODUCT), tl.permute(weight.to(PRODUCT), (0, 2, 1)),
                        input_precision="ieee")
         up = tl.sum(parts, axis=0) * scale[:, None]
-    up += tl.load(shared, mask=(m < M)[:, None] & (out < STRIPE)[None, :], other=0.0).to(tl.float32)
-    low, high = tl.split(tl.reshape(up, (MP, R // 2, 2)))
-    own = tl.reshape(make_pair(low, high), (MP * R // 2,))
-    if PHASE != 2:
-        word = make_word(own, epoch, ARMED)
-        for peer in tl.static_range(RANKS):
-            send(table, OWN, peer, word, at, real, epoch, rank, RANKS, SLOT, ALIGN, ARMED)
-    if PHASE != 1:
-        y = address(table, 4, tl.int32, ALIGN)
-        tl.store(y + rows * STRIDE_Y + rank * (STRIPE // 2) + pairs, own, mask=real)
-        # as many words as threads or more, which this rank's own are not
-        i = tl.arange(0, POLLED)
-        row = i // (R // 2)
-        pair = block * (R // 2) + i % (R // 2)
-        wanted = (row < M) & (pair < STRIPE // 2)
-        got = receive(table, OWN, i * 0, row * (STRIPE // 2) + pair, wanted, epoch, rank, RANKS, PADDED, SLOT, LIMIT,
-                      ALIGN, ARMED)
-        sender = tl.arange(0, PADDED)[:, None]
-        others = (sender < RANKS) & wanted[None, :] & (sender != rank)
-        tl.store(y + row[None, :] * STRIDE_Y + sender * (STRIPE // 2) + pair[None, :], got, mask=others)
-        store_epoch(epochs, epoch)
+    _gather_stripe(table, OWN, up, block, rank, epoch, epochs, M, MP, STRIPE, R, POLLED, STRIDE_SHARED, STRIDE_Y, RANKS,
+                   PADDED, SLOT, LIMIT, ALIGN, ARMED, PHASE)
+
+
+@triton.jit
+def _walk_stripe(table, COLUMNS: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+                 STEPS: tl.constexpr, STAGES: tl.constexpr, STRIPE: tl.constexpr, R: tl.constexpr,
+                 POLLED: tl.constexpr, EPS: tl.constexpr, STRIDE_X: tl.constexpr, STRIDE_SHARED: tl.constexpr,
+                 STRIDE_Y: tl.constexpr, RANKS: tl.constexpr, PADDED: tl.constexpr, SLOT: tl.constexpr,
+                 LIMIT: tl.constexpr, ALIGN: tl.constexpr, ARMED: tl.constexpr, PHASE: tl.constexpr,
+                 PRODUCT: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
+    """The same tensors. A block walks along K with BK elements of its R rows at a time, the next ones on their way."""
+    start_dependents(DEPENDENT_LAUNCH)
+    OWN: tl.constexpr = 5
+    table += tl.program_id(0) * COLUMNS
+    block = tl.program_id(1)
+    rank = tl.load(table + OWN + RANK).to(tl.int32)
+    k = tl.arange(0, BK)
+    m = tl.arange(0, MP)
+    out = block * R + tl.arange(0, R)
+    x_at = address(table, 0, tl.bfloat16, ALIGN) + m[:, None] * STRIDE_X + k[None, :]
+    norm_at = address(table, 1, tl.bfloat16, ALIGN) + k
+    weight_at = address(table, 2, tl.bfloat16, ALIGN) + out[None, :] * K + k[:, None]
+    epochs = address(table, OWN + EPOCHS, tl.int32, ALIGN) + block
+    real = (out < STRIPE)[None, :]
+    weight = tl.load(weight_at, mask=real & (k < K)[:, None], other=0.0)
+    norm = tl.load(norm_at, mask=k < K, other=0.0)
+    await_producers(DEPENDENT_LAUNCH)
+
+    epoch = next_epoch(epochs, ARMED)
+    x = tl.load(x_at, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+    squares = x * x
+    up = tl.dot((x * norm.to(tl.float32)[None, :]).to(PRODUCT), weight.to(PRODUCT), input_precision="ieee")
+    for step in tl.range(1, STEPS, num_stages=STAGES):
+        here = k + step * BK < K
+        x = tl.load(x_at + step * BK, mask=(m < M)[:, None] & here[None, :], other=0.0).to(tl.float32)
+        norm = tl.load(norm_at + step * BK, mask=here, other=0.0)
+        weight = tl.load(weight_at + step * BK, mask=real & here[:, None], other=0.0)
+        squares += x * x
+        up = tl.dot((x * norm.to(tl.float32)[None, :]).to(PRODUCT), weight.to(PRODUCT), up, input_precision="ieee")
+    up = up * tl.rsqrt(tl.sum(squares, axis=1) / K + EPS)[:, None]
+    _gather_stripe(table, OWN, up, block, rank, epoch, epochs, M, MP, STRIPE, R, POLLED, STRIDE_SHARED, STRIDE_Y, RANKS,
+                   PADDED, SLOT, LIMIT, ALIGN, ARMED, PHASE)
 
 
 def _padded(count: int, least: int = 1) -> int:
@@ -474,15 +526,19 @@ def _bind_stripe(calls: Sequence[Call], links: Sequence[Link], columns: Sequence
     rows, width = latent.shape
     stripe, own, warps = weight.shape[0], first.config["rows"], first.config["warps"]
     assert weight.is_contiguous(), f"weight {weight.stride()}"
-    fma = rows <= 4
+    block, stages = first.config.get("block"), first.config.get("stages", 1)
+    fma = rows <= 4 and block is None
     constants = group_constants(calls, links, columns) | {
-        "M": rows, "MP": _padded(rows) if fma else 16, "K": width, "KB": warps,
-        "KW": _padded(width, 16 * warps) // warps, "STRIPE": stripe, "R": own, "EPS": first.attrs["n"]["eps"],
-        "STRIDE_X": row_stride(latent), "STRIDE_SHARED": row_stride(shared), "STRIDE_Y": _words_between_rows(gathered),
-        "FMA": fma, "PRODUCT": tl.float32 if INTERPRET else tl.bfloat16}
+        "M": rows, "MP": _padded(rows) if fma else 16, "K": width, "STRIPE": stripe, "R": own,
+        "EPS": first.attrs["n"]["eps"], "STRIDE_X": row_stride(latent), "STRIDE_SHARED": row_stride(shared),
+        "STRIDE_Y": _words_between_rows(gathered), "PRODUCT": tl.float32 if INTERPRET else tl.bfloat16}
     constants["POLLED"] = polled(constants["MP"] * own // 2, warps, constants["RANKS"])
-    return make_launches(_stripe, (len(calls), -(-stripe // own)), make_table(calls, links, columns), constants, warps,
-                         first.dependent_launch)
+    if block is None:
+        constants |= {"KB": warps, "KW": _padded(width, 16 * warps) // warps, "FMA": fma}
+    else:
+        constants |= {"BK": block, "STEPS": -(-width // block), "STAGES": stages}
+    return make_launches(_stripe if block is None else _walk_stripe, (len(calls), -(-stripe // own)),
+                         make_table(calls, links, columns), constants, warps, first.dependent_launch, stages=stages)
 
 
 def bind_tail(calls: Sequence[Call], links: Sequence[Sequence[Link]]) -> Launch:

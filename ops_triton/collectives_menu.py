@@ -14,9 +14,9 @@ ONE_SHOT_BYTES = 15 * 8 * 14336  # most that a rank sends in all: 8 rows to 15 p
 ARMED_BYTES = 32 * 1024  # messages above it go by armed words as a rule: half the bytes, one more store
 HEALTH = 8
 STRIPE_ROWS = 16  # most step rows of the up-projection's stripe
-# above 4 step rows a block fills an SM: with more columns than a wave of blocks of 8 the launch is slower than its
-# parts (3584 columns, 8 rows, two H200: MoE tail 60 us, in five launches 22)
-STRIPE_COLUMNS = 1024
+# a block that has its rows in registers fills an SM above 4 step rows: with more columns than a wave of blocks of 8 the
+# launch is slower than its parts (3584 columns, 8 rows, two H200: MoE tail 60 us, in five launches 22)
+HELD_COLUMNS = 1024
 
 
 def ranks_of(region: Region) -> int:
@@ -143,14 +143,16 @@ def stripe_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scrat
 
 
 def stripe_configs(region: Region) -> list[dict[str, Any]]:
-    return [{"rows": r, "warps": w} for r, w in ((4, 8), (4, 4), (8, 8), (2, 4))]
+    """A block holds ``rows`` rows of the weight, or, above 4 step rows, walks along them with ``block`` at a time."""
+    held = [{"rows": r, "warps": w} for r, w in ((4, 8), (4, 4), (8, 8), (2, 4))]
+    if region.value("out").shape[0] <= 4:
+        return held
+    walked = [{"rows": r, "warps": 4, "block": b, "stages": s} for r, b, s in ((32, 128, 4), (16, 256, 3), (32, 64, 6))]
+    return walked if region.value("weight").shape[0] > HELD_COLUMNS else held + walked
 
 
 def _needs_stripe(region: Region) -> str | None:
     stripe, columns = region.value("weight").shape
-    rows = region.value("out").shape[0]
-    if rows > 4 and stripe > STRIPE_COLUMNS:
-        return f"{stripe} columns of a rank at {rows} rows are more than a wave of blocks"
     if stripe % 2:
         return f"{stripe} columns of a rank: words of 4 bytes would be shared"
     if columns > 4096:
