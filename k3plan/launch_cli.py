@@ -83,7 +83,7 @@ def bench(plan: PlanFile, set_: Overrides = None, transport: Carrier = "auto", l
 @app.command()
 def links(plan: PlanFile, set_: Overrides = None,
           rows: Annotated[str, typer.Option(help="Numbers of step rows.")] = "1,8,64",
-          only: Annotated[str, typer.Option(help="Kernels whose id contains this.")] = "",
+          only: Annotated[str, typer.Option(help="Kernels whose id contains this, or one of these: a,b.")] = "",
           seconds: Annotated[float, typer.Option(help="Stop starting new kernels after this long.")] = 1e9,
           logs: Logs = None) -> None:
     """Measure the link between the GPUs, and every collective kernel that fits the plan against its unfused forms."""

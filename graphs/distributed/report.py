@@ -38,7 +38,7 @@ def links(spec: Spec, kernels: Iterable[KernelDef], group: Group, rows: Sequence
     for count in rows:
         sized = replace(spec, step=replace(spec.step, sequences=count, query=1))
         for region, found in collective_regions(sized, menu):
-            if only not in region.kernel.id:
+            if not any(part in region.kernel.id for part in only.split(",")):
                 continue
             # rank 0's clock decides for all
             if group.exchange("time", {"s": time.monotonic() - started})[0]["s"] > seconds:
