@@ -28,6 +28,7 @@ from k3plan.compiler.spec import Choices, Parallel
 from k3plan.graphs.bench import random_inputs
 from k3plan.graphs.launch import bind_region
 from k3plan.ops_cute import moe_experts_menu, moe_front_menu
+from k3plan.ops_cute.moe_experts_gathered_plan import Gathered
 from k3plan.ops_cute.moe_experts_plan import FRAGMENT, SHARED_LIMIT, TILE, TOKENS, WARPS, Static
 from k3plan.ops_cute.moe_front_plan import Static as FrontStatic
 
@@ -43,6 +44,8 @@ def plan(tokens: int = 8, width: int = 3584, inter: int = 192, local: int = 896,
 
 PLANS = [plan(width=width, inter=inter, local=local, blocks=blocks) for (width, inter, local), blocks in product(
     ((3584, 192, 896), (3584, 384, 896), (3584, 3072, 56), (128, 64, 8), (1088, 32, 5)), (132, 152, 148))]
+GATHERED = [Gathered(**{**vars(p), "tokens": tokens, "run": run, "slots": 2})
+            for p, (tokens, run) in product(PLANS, ((9, 2), (33, 4), (64, 4)))]
 
 # the shared expert's down-projection of 16 and 8 ranks, and one with fewer instructions than warps
 BESIDE = [replace(plan(blocks=blocks), side_rows=rows, side_width=width)
@@ -126,6 +129,23 @@ def test_copies_lie_on_16_bytes_and_inside_their_slot(p: Static) -> None:
 @pytest.mark.parametrize("p", PLANS, ids=plan_name)
 def test_eight_rows_of_16_bytes_lie_on_different_banks(p: Static) -> None:
     assert len({r * p.row_bytes // 16 % 8 for r in range(8)}) == 8
+
+
+@pytest.mark.parametrize("p", GATHERED, ids=lambda p: f"{plan_name(p)}-{p.tokens}-{p.run}")
+def test_gathered_experts_have_their_places(p: Gathered) -> None:
+    """Nothing lies in two places but what only the sorting needs, which lies inside the products."""
+    where = p.place()
+    ends = sorted(at for name, at in where.items() if name not in ("masks", "starts", "sizes"))
+    assert where["products"] + 4 * p.product_stride * p.pairs <= min(at for at in ends if at > where["products"])
+    sorting = [where["masks"], where["masks"] + 8 * p.local, where["starts"], where["starts"] + 4 * p.local,
+               where["sizes"], where["sizes"] + 128 * p.rounds_of_rows]
+    assert sorting == sorted(sorting)
+    assert sorting[-1] <= min(at for at in ends if at > where["products"])
+    assert p.columns <= p.product_stride < p.columns + 4
+    assert p.items * p.run == p.tiles
+    assert p.rounds_of_rows * p.blocks >= p.tokens
+    if p.inter == 192:
+        assert where["end"] <= SHARED_LIMIT
 
 
 def test_front_covers_its_rows_and_reads_without_conflicts() -> None:
@@ -267,12 +287,14 @@ def test_published_activations_are_the_operand_of_the_second_half() -> None:
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a", "sm_103a"])
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 64])
 def test_kernels_compile_for_every_target_and_spill_next_to_nothing(target: str, rows: int) -> None:
     from k3plan.compiler.launches import kernels_of
     from k3plan.ops_cute.compile_check import compile_launch
 
     for kernel in (*moe_experts_menu.KERNELS, moe_front_menu.KERNELS[0]):
+        if not kernel.rows[0] <= rows <= kernel.rows[1]:
+            continue
         region = real_regions(rows, (kernel,))[0]
         for launch in kernels_of(bind_region(region, random_inputs(region, "meta"), dependent_launch=True)):
             usage = compile_launch(launch, target)
@@ -315,7 +337,7 @@ def gpu_cases() -> list[kernel_check.Case]:
                          numerics)
              for tp, experts, numerics in ((16, "tp", kernel_check.PLAIN), (8, "tp", kernel_check.FP8),
                                            (16, "ep", kernel_check.PLAIN))
-             for rows in (1, 2, 5, 8)]
+             for rows in (1, 2, 5, 8, 16, 33, 64)]
     small = replace(kernel_check.K3, hidden=256, latent=128)
     found += [kernel_check.Setting(f"small-tp{tp}-S{rows}", small, tp, rows, 1) for tp in (1, 2) for rows in (1, 8)]
     return kernel_check.cases(moe_experts_menu.KERNELS, found)
@@ -325,3 +347,42 @@ def gpu_cases() -> list[kernel_check.Case]:
 @pytest.mark.parametrize("case", gpu_cases(), ids=lambda case: case.name)
 def test_experts_at_real_shapes(case: kernel_check.Case, device: str) -> None:
     kernel_check.check(case, device)
+
+
+def routing_of(name: str, shape: torch.Size, experts: int) -> torch.Tensor:
+    """Expert ids that a router could choose and chance would not."""
+    pairs = torch.arange(shape.numel(), dtype=torch.int32).view(shape)
+    if name == "one choice of all rows":
+        return pairs[:1].flip(1).expand(shape)
+    if name == "every pair on its own":
+        return pairs.flip(0) % experts
+    # the first expert of all rows is one and the same, the others of neighbouring rows overlap
+    ids = (pairs // shape[1] + pairs % shape[1]) % (experts - 1) + 1
+    ids[:, 3] = 0
+    return ids
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("routing", "rows", "experts"), [
+    ("one choice of all rows", 64, 64), ("every pair on its own", 10, 160), ("one expert of all rows", 64, 160)])
+def test_gathered_experts_of_any_routing(routing: str, rows: int, experts: int, device: str,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """And equal inputs give equal bits."""
+    model = replace(real_shapes._spec(1, 1, kernel_check.WHOLE).model, experts=experts)
+    case = kernel_check.cases(moe_experts_menu.KERNELS[2:], [RealSetting(routing, model, 16, rows, 1)])[0]
+    make_inputs, ids = kernel_check.make_inputs, case.region.binding["ids"]
+
+    def chosen(*arguments: Any) -> dict[str, torch.Tensor]:
+        made = make_inputs(*arguments)
+        made[ids].copy_(routing_of(routing, made[ids].shape, experts))
+        return made
+
+    monkeypatch.setattr(kernel_check, "make_inputs", chosen)
+    kernel_check.check(case, device)
+    tensors = random_inputs(case.region, device)
+    tensors[ids].copy_(routing_of(routing, tensors[ids].shape, experts))
+    launch, found = bind_region(case.region, tensors, case.config), []
+    for _ in range(20):
+        launch()
+        found.append(tensors[case.region.outputs[0]].clone())
+    assert all(torch.equal(found[0], other) for other in found[1:])
