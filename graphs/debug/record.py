@@ -45,7 +45,8 @@ class Bucket:
 @dataclass(frozen=True)
 class Node:
     """One graph node. ``grid``, ``block`` and ``shared_bytes`` (dynamic) are of kernels; ``launch`` is None for a node
-    that no planned launch put there."""
+    that no planned launch put there. ``id`` is the driver's number of the node in its graph, by which a profiler tells
+    it; 0 where the driver is older than CUDA 13.1."""
 
     index: int
     kind: str  # of NODE_KINDS
@@ -55,6 +56,7 @@ class Node:
     shared_bytes: int = 0
     launch: int | None = None
     stream: int = 0
+    id: int = 0
 
     @property
     def title(self) -> str:

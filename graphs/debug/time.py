@@ -6,11 +6,12 @@ end. Shares add up to the step, whatever overlaps. The GPU's own time stamps of 
 """
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +26,16 @@ TIMED = ("kernel", "memcpy", "memset")
 
 
 _profiled = False
+
+
+class Event(NamedTuple):
+    """What ran on the GPU: in ns since 1970, so that no float holds them to the ns. ``node`` is the driver's number of
+    its graph node, 0 where the profiler does not tell it."""
+
+    name: str
+    start: int
+    end: int
+    node: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,30 +119,37 @@ def profile(graph: Any, nodes: Sequence[Node], replays: int = REPLAYS) -> list[l
         for _ in range(replays + 1):
             graph.replay()
             torch.cuda.synchronize()
-    events = sorted(device_events(seen), key=lambda e: e[1])
+    events = sorted(device_events(seen), key=lambda e: e.start)
     if len(events) != len(timed) * (replays + 1):
         raise RecordError(f"the profiler saw {len(events)} kernels and copies in {replays + 1} replays of a graph with "
                           f"{len(timed)}\n  fix: end whatever else uses this GPU from this process, and time again")
     return [match(events[i * len(timed) : (i + 1) * len(timed)], timed) for i in range(1, replays + 1)]
 
 
-def device_events(seen: Any) -> Iterable[tuple[str, int, int]]:
-    """(name, start ns, end ns) of what ran on the GPU. Since 1970, so no float holds them to the ns."""
+def device_events(seen: Any) -> Iterable[Event]:
+    """What ran on the GPU."""
     for event in seen.profiler.kineto_results.events():
         if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation():
-            yield event.name(), event.start_ns(), event.start_ns() + event.duration_ns()
+            # torch 2.13: the high half is the executable graph's number
+            told = re.search(r'"graph node id": *"?(\d+)', getattr(event, "metadata_json", str)())
+            number = int(told[1]) & 0xFFFFFFFF if told else 0
+            yield Event(event.name(), event.start_ns(), event.start_ns() + event.duration_ns(), number)
 
 
-def match(events: Sequence[tuple[str, int, int]], nodes: Sequence[Node]) -> list[Span]:
-    """Spans of ``nodes``: events in the order of their starts; with several streams, function by function."""
-    start = events[0][1]
-    spans = [Span((a - start) / 1e3, (b - start) / 1e3) for _, a, b in events]
+def match(events: Sequence[Event], nodes: Sequence[Node]) -> list[Span]:
+    """Spans of ``nodes``: by the numbers of the nodes where both have them, else events in the order of their starts;
+    with several streams, function by function."""
+    start = events[0].start
+    spans = [Span((e.start - start) / 1e3, (e.end - start) / 1e3) for e in events]
+    by_number = {event.node: span for event, span in zip(events, spans, strict=True)}
+    if len(by_number) == len(nodes) and all(node.id in by_number for node in nodes):
+        return [by_number[node.id] for node in nodes]
     if len({node.stream for node in nodes}) == 1:
         return spans
     waiting: dict[str, list[Span]] = {}
     ours = {node.function for node in nodes}
-    for (name, _, _), span in zip(events, spans, strict=True):
-        waiting.setdefault(name if name in ours else "", []).append(span)
+    for event, span in zip(events, spans, strict=True):
+        waiting.setdefault(event.name if event.name in ours else "", []).append(span)
     known = {name for name in waiting if name}
     queues = {name: iter(found) for name, found in waiting.items()}
     return [next(queues[node.function if node.function in known else ""]) for node in nodes]

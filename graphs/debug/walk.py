@@ -1,8 +1,9 @@
 """Reads a captured graph into a Record: nodes, edges with their kinds, and which planned launch made which node.
 
 While the capture grows, ``Frontier`` asks the capturing stream after each launch which nodes the next one would wait
-for. Every node behind that frontier which no launch before had is of this launch. This needs no node ids, which only
-torch 2.13 with a driver of CUDA 13.1 has. Decides nothing about what it finds.
+for. Every node behind that frontier which no launch before had is of this launch. This needs no node ids; where the
+driver has them (CUDA 13.1), they are read too, so that a profiler's events find their nodes. Decides nothing about
+what it finds.
 """
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ def read_graph(handle: int) -> GraphFacts:
     order = in_order(list(by_handle), [(s, t) for s, t, _ in pairs])
     index = {handle: i for i, handle in enumerate(order)}
     names: dict[int, str] = {}
-    nodes = tuple(_read_node(driver, i, by_handle[handle], names) for i, handle in enumerate(order))
+    nodes = tuple(replace(_read_node(driver, i, by_handle[handle], names), id=_node_id(driver, by_handle[handle]))
+                  for i, handle in enumerate(order))
     edges = sorted((Edge(index[s], index[t], kind) for s, t, kind in pairs), key=lambda e: (e.target, e.source))
     return GraphFacts(tuple(order), nodes, tuple(edges))
 
@@ -157,6 +159,15 @@ def _read_node(driver: Any, index: int, node: Any, names: dict[int, str]) -> Nod
         names[handle] = name.decode() if isinstance(name, bytes) else str(name)
     return Node(index, kind, names[handle], (p.gridDimX, p.gridDimY, p.gridDimZ),
                 (p.blockDimX, p.blockDimY, p.blockDimZ), p.sharedMemBytes)
+
+
+def _node_id(driver: Any, node: Any) -> int:
+    """The driver's number of a node; 0 where there is none."""
+    try:
+        error, number = driver.cuGraphNodeGetLocalId(node)
+    except (AttributeError, RuntimeError):  # an older cuda-bindings, an older driver
+        return 0
+    return 0 if int(error) else int(number)
 
 
 def launch_records(executable: Executable, owner: Mapping[int, int]) -> tuple[LaunchRecord, ...]:

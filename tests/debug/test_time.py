@@ -3,14 +3,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from made_records import made_record, on_streams, small_plan
 
 from k3plan.compiler.errors import RecordError
 from k3plan.graphs.debug import time as timing
 from k3plan.graphs.debug.record import Node, Record
-from k3plan.graphs.debug.time import Span, match, time_replay, with_times
+from k3plan.graphs.debug.time import Event, Span, device_events, match, time_replay, with_times
 from k3plan.graphs.debug.time_table import by_kind, show_kinds, show_times, slow_kinds, times_json, totals
 
 PLAN = small_plan()
@@ -68,9 +71,27 @@ def test_events_of_two_streams_go_to_their_functions() -> None:
     nodes = [Node(0, "kernel", "a"), Node(1, "kernel", "b", stream=1), Node(2, "kernel", "_Zlib"),
              Node(3, "kernel", "b")]
     now = 1_800_000_000_000_000_001  # ns since 1970
-    events = [("a", now, now + 1000), ("void lib<1>()", now + 1500, now + 2500), ("b", now + 2000, now + 3000),
-              ("b", now + 4000, now + 5001)]
+    events = [Event("a", now, now + 1000), Event("void lib<1>()", now + 1500, now + 2500),
+              Event("b", now + 2000, now + 3000), Event("b", now + 4000, now + 5001)]
     assert match(events, nodes) == [Span(0.0, 1.0), Span(2.0, 3.0), Span(1.5, 2.5), Span(4.0, 5.001)]
+    # the second b ran first: only the driver's numbers tell, and only where each event has one
+    numbered = [replace(node, id=number) for node, number in zip(nodes, (1, 4, 3, 2), strict=True)]
+    told = [event._replace(node=number) for event, number in zip(events, (1, 3, 2, 4), strict=True)]
+    assert match(told, numbered) == [Span(0.0, 1.0), Span(4.0, 5.001), Span(1.5, 2.5), Span(2.0, 3.0)]
+    assert match([told[0], *events[1:]], numbered) == match(events, nodes)
+
+
+def test_numbers_of_nodes_in_a_profile() -> None:
+    """As torch 2.13 tells them, with the executable graph's number above; older ones have no such word."""
+    def event(words: str | None) -> Any:
+        told = {} if words is None else {"metadata_json": lambda: words}
+        return SimpleNamespace(device_type=lambda: torch.autograd.DeviceType.CUDA, is_user_annotation=lambda: False,
+                               name=lambda: "a", start_ns=lambda: 5, duration_ns=lambda: 2, **told)
+
+    seen = [event(None), event(""), event(f'"stream": 7, "graph node id": {(3 << 32) + 12}')]
+    profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: seen))
+    found = list(device_events(SimpleNamespace(profiler=profiler)))
+    assert found == [Event("a", 5, 7), Event("a", 5, 7), Event("a", 5, 7, 12)]
 
 
 def test_a_second_stream_in_the_plan() -> None:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from k3plan.graphs.debug.record import Edge, Node
-from k3plan.graphs.debug.walk import GraphFacts, bound_kernels, in_order, owners
+from k3plan.graphs.debug.walk import GraphFacts, _node_id, bound_kernels, in_order, owners
 
 
 def facts(count: int, *edges: tuple[int, int]) -> GraphFacts:
@@ -62,3 +62,14 @@ def test_bound_kernels() -> None:
     assert list(bound_kernels(CuteLaunch())) == [("", (7, 8, 1), 96, 2048)]
     assert len(list(bound_kernels(Sequence()))) == 2
     assert list(bound_kernels(lambda: None)) == []
+
+
+def test_numbers_of_nodes_where_the_driver_has_them() -> None:
+    class Driver:
+        def cuGraphNodeGetLocalId(self, node: int) -> tuple[int, int]:
+            if node == 2:
+                raise RuntimeError('Function "cuGraphNodeGetLocalId" not found')
+            return (801, 0) if node == 3 else (0, 17)
+
+    assert [_node_id(Driver(), node) for node in (1, 2, 3)] == [17, 0, 0]
+    assert _node_id(object(), 1) == 0
