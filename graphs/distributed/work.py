@@ -142,12 +142,17 @@ def run_steps(executable: Executable, graph: CapturedStep | None, steps: int, se
               record: Record | None = None) -> list[Tensor]:
     """Hidden states [T, D] of each step, on the CPU; random tokens, the same for every rank, arena poisoned before.
 
-    With ``record`` every launch is waited for, and what it wrote is kept there.
+    With ``record`` caches are emptied, every launch is waited for, and what it wrote is kept there.
     """
     shape, vocab = executable.plan.spec.step, executable.plan.spec.model.vocab
     generator, batch, made = torch.Generator().manual_seed(seed), Batch(shape), []
     for slot in range(shape.sequences):
         executable.reset(slot)
+    if record is not None:
+        # entries that an earlier run left behind are no difference
+        for rank in executable.ranks:
+            for name in (n for n, buffer in executable.plan.buffers.items() if buffer.kind == "cache"):
+                rank.tensors[name].zero_()
     for step in range(steps):
         rows = torch.randint(0, vocab, (shape.sequences, shape.query), generator=generator).tolist()
         inputs = batch.inputs(rows)
