@@ -80,6 +80,8 @@ SETTINGS = (
     Setting("fp8", numerics=FP8, rows=((1, 1),), choices=(WHOLE,), layers=(1, 3),
             kernels=r"\.(mla_attend_out|experts_situ|kda_decode)$"),
     Setting(rows=((1, 8),), choices=(SLOTS,), layers=(0,), kernels="kda_.*_slots"),
+    # two ranks have so many columns each that a block walks along the weight
+    Setting("tp2", tp=2, rows=((8, 1),), choices=(SHARDED,), layers=(1,), kernels="stripe_gather|moe_tail"),
     Setting("tp1", tp=1, rows=((1, 1),), choices=(WHOLE,), layers=(0,), kernels="kda_decode"),
     Setting("tp32", tp=32, rows=((1, 1),), choices=(WHOLE,), layers=(0,), kernels="kda_decode"),
     Setting("plain", replace(K3, expert_format="dense"), (1,), rows=((1, 1),), choices=(WHOLE,), kernels="dense"),

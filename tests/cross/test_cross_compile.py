@@ -28,7 +28,7 @@ SHARED_LIMIT = {"sm_90a": 232448, "sm_100a": 232448, "sm_103a": 232448, "gfx950"
 IMPOSSIBLE: dict[tuple[str, str], str] = {}
 # registers that spill whatever the configuration: (name, target) -> why
 SPILLS = {
-    (r"stripe_gather-[TL]8-|moe_tail-[TL]8-.*\.1$", "gfx950"):
+    (r"(stripe_gather|moe_tail)-[TL]8-3584-448x3584-(.*\.1$|o1-448$)", "gfx950"):
         "a block keeps its rows of the weight in registers and multiplies 16 rows at once, a tile made for NVIDIA",
     (r"mla_attend(_out)?-L8-.*fp8$", "gfx950"):
         "48 query rows of a verify step: their sums and the widened tile of the FP8 cache exceed 256 registers",
