@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    left_out = sum("gpu" in report.keywords for report in terminalreporter.stats.get("skipped", []))
+    left_out = sum("gpu" in getattr(report, "keywords", ()) for report in terminalreporter.stats.get("skipped", []))
     if left_out and not runs_on_device(config):
         how = "; run them with `pytest -m gpu`" if GPU_HERE else ""
         many = f"{left_out} tests need an NVIDIA GPU and were"

@@ -6,6 +6,7 @@ twice meanwhile: transformers' for prompts, the packed ones for decoding.
 """
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,8 @@ from .layer import DecodeLayer
 
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 PAGE = 64
+# of a decoder layer: its name in transformers 5.24, and before
+CACHE = ("cache", "past_key_values")
 
 
 class Patched:
@@ -30,11 +33,14 @@ class Patched:
 
     def __init__(self, model: Any, layers: Mapping[int, DecodeLayer]) -> None:
         self.model, self.layers = model, dict(layers)
+        forwards = []
         for index, layer in self.layers.items():
             original = model.model.layers[index]
             if "forward" in vars(original):
                 raise BindError(f"layer {index} is patched already\n  fix: restore() the first patch")
-            original.forward = _decode_or_prefill(original.forward, layer, index)
+            forwards.append((original, _decode_or_prefill(original.forward, layer, index)))
+        for original, forward in forwards:
+            original.forward = forward
 
     def reload(self) -> None:
         """Reads the model's weights again, in place; after they were trained, loaded or merged."""
@@ -110,12 +116,22 @@ def as_read(tensors: Mapping[str, Tensor], recipes: Iterable[Recipe]) -> dict[st
 
 
 def _decode_or_prefill(original: Callable[..., Tensor], layer: DecodeLayer, index: int) -> Callable[..., Tensor]:
-    def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
-                cache: Any = None, use_cache: bool | None = False, **others: Any) -> Tensor:
-        if hidden_states.shape[1] == 1 and cache is not None and _continues(cache, index):
-            return layer(hidden_states, attention_mask, position_ids, cache, use_cache)
-        return original(hidden_states, attention_mask=attention_mask, position_ids=position_ids, cache=cache,
-                        use_cache=use_cache, **others)
+    """``original`` for prompts; the plan for rows that continue a cache, whatever transformers calls it.
+
+    Raises BindError: no layer whose cache could be found, which would never decode with its plan.
+    """
+    signature = inspect.signature(original)
+    if not set(CACHE) & signature.parameters.keys():
+        raise BindError(f"layer {index} of this transformers takes {', '.join(signature.parameters)}, no cache\n"
+                        f"  fix: install a transformers whose Kimi-Linear layers take {' or '.join(CACHE)}")
+
+    def forward(*given: Any, **named: Any) -> Tensor:
+        taken = signature.bind(*given, **named).arguments
+        taken |= taken.pop("kwargs", {})
+        rows, cache = taken["hidden_states"], next((taken[n] for n in CACHE if taken.get(n) is not None), None)
+        if rows.shape[1] == 1 and cache is not None and _continues(cache, index):
+            return layer(rows, taken.get("attention_mask"), taken.get("position_ids"), cache, taken.get("use_cache"))
+        return original(*given, **named)
 
     return forward
 

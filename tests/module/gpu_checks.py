@@ -1,6 +1,7 @@
 """What must hold of the module on a GPU. Each check is a function of a folder of work; it raises, or says a figure."""
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from k3plan.face import kernels, tuning
 from k3plan.graphs.checkpoint import Checkpoint
 from k3plan.graphs.make_checkpoint import make_checkpoint
 from k3plan.graphs.module.layer import DecodeLayer
+from k3plan.graphs.module.patch import CACHE
 from k3plan.graphs.module.step import DecodeStep
 
 GPU = "h200"
@@ -266,14 +268,15 @@ def check_patch(where: Path) -> str:
     exact = make_model(torch.bfloat16, **WIDE).float().cuda()
     ids, mask = (t.cuda() for t in texts([6, 2, 4]))
     more = torch.randint(3, VOCAB, (3, 10), generator=torch.Generator().manual_seed(1)).cuda()
+    name = next(n for n in CACHE if n in inspect.signature(model.forward).parameters)
 
     def logits(one: Any) -> Tensor:
-        cache, seen, rows = DynamicCache(config=one.config), mask, []
+        seen, rows, kept = mask, [], {name: DynamicCache(config=one.config), "use_cache": True}
         with torch.no_grad():
-            one(ids, attention_mask=seen, cache=cache, use_cache=True)
+            one(ids, attention_mask=seen, **kept)
             for at in range(more.shape[1]):
                 seen = torch.cat([seen, torch.ones_like(seen[:, :1])], 1)
-                rows.append(one(more[:, at : at + 1], attention_mask=seen, cache=cache, use_cache=True).logits[:, -1])
+                rows.append(one(more[:, at : at + 1], attention_mask=seen, **kept).logits[:, -1])
         return torch.cat(rows).float()
 
     wanted, own = logits(exact), logits(model)

@@ -14,7 +14,7 @@ import k3plan
 from k3plan.compiler.errors import BindError
 from k3plan.graphs.module.hf_cache import visible
 from k3plan.graphs.module.layer import DecodeLayer
-from k3plan.graphs.module.patch import Patched, as_read
+from k3plan.graphs.module.patch import CACHE, Patched, _decode_or_prefill, as_read
 
 transformers = pytest.importorskip("transformers")
 
@@ -247,6 +247,24 @@ def test_what_cannot_be_patched(model: Any, patched: Patched) -> None:
         k3plan.patch(model, gpu="h200")
     with pytest.raises(BindError, match=r"float16\n  fix: load it with"):
         k3plan.patch(make_model(torch.float16))
+
+
+@pytest.mark.parametrize("name", CACHE)
+def test_the_names_of_a_cache(model: Any, patched: Patched, name: str) -> None:
+    """A layer that is called by an older transformers decodes with its plan too."""
+    ids, _ = texts([4])
+    cache, counts = transformers.DynamicCache(config=model.config), count_steps(patched)
+    rows = torch.randn(1, 1, model.config.hidden_size)
+    with torch.no_grad():
+        model(ids, cache=cache, use_cache=True)
+        model.model.layers[0](rows, position_ids=torch.tensor([[4]]), use_cache=True, **{name: cache})
+    assert counts == [1, 0, 0, 0]
+
+
+def test_a_layer_without_a_cache_is_refused(patched: Patched) -> None:
+    """It would never decode with its plan, and nobody would be told."""
+    with pytest.raises(BindError, match=r"layer 2 of this transformers takes hidden_states, state, no cache\n  fix: "):
+        _decode_or_prefill(lambda hidden_states, state=None: hidden_states, patched.layers[2], 2)
 
 
 def test_the_signature_is_that_of_a_decoder_layer() -> None:
