@@ -60,7 +60,8 @@ def cost_model(device: Device, tuning: Tuning, ranks: int) -> Callable[[Region],
     def price(region: Region) -> Cost:
         counted, setting = traffic(region), tuning.setting(region)
         moved = counted.cold + counted.warm
-        extra, why = in_step_us(device, region)
+        line = setting.measured or setting.near
+        extra, why = (0.0, ", in a step") if line is not None and line.in_step else in_step_us(device, region)
         if setting.measured is not None:
             return Cost(setting.measured.us + extra, moved, counted.flops, True, setting.measured.source + why)
         measured = device.measured.get((region.kernel.id, shape_key(region)))

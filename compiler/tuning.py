@@ -30,6 +30,7 @@ class Tuned:
     us: float
     source: str  # GPU, versions and date of the measurement; a line may have its own
     model_us: float | None = None  # what the cost model said of this shape when it was timed
+    in_step: bool = False  # whether ``us`` is what the launch takes in a captured step, and not in a chain of its like
 
 
 @dataclass(frozen=True)

@@ -102,16 +102,25 @@ def describe(outcome: Outcome) -> str:
     return f"{text}  {outcome.job.region.kernel.id} {outcome.job.key}{note}"
 
 
+def all_times(outcome: Outcome, source: str) -> list[Tuned]:
+    """A line for every configuration that was timed."""
+    return [Tuned(outcome.job.region.kernel.id, outcome.job.key, config, round(us, 3), source,
+                  round(outcome.job.model_us, 3))
+            for us, config in zip(outcome.us, outcome.job.configs) if us is not None]  # noqa: B905
+
+
 def table(outcomes: Iterable[Outcome], source: str) -> str:
     """The tuned table as JSON text, a line a shape. ``source`` names GPU, versions and date."""
-    lines = []
-    for outcome in outcomes:
-        if outcome.best:
-            us, config = outcome.best
-            lines.append({"kernel": outcome.job.region.kernel.id, "key": outcome.job.key, "config": config,
-                          "us": round(us, 3), "model_us": round(outcome.job.model_us, 3)})
-    lines.sort(key=lambda line: (line["kernel"], line["key"]))
-    body = ",\n".join("  " + json.dumps(line) for line in lines)
+    times = [all_times(outcome, source) for outcome in outcomes]
+    return lines_text([min(lines, key=lambda line: line.us) for lines in times if lines], source)
+
+
+def lines_text(lines: Iterable[Tuned], source: str) -> str:
+    """``lines``, all measured as ``source`` says, as the JSON text of a table."""
+    found = [{"kernel": line.kernel, "key": line.key, "config": dict(line.config), "us": line.us,
+              "model_us": line.model_us, **({"in_step": True} if line.in_step else {})} for line in lines]
+    found.sort(key=lambda line: (line["kernel"], line["key"]))
+    body = ",\n".join("  " + json.dumps(line) for line in found)
     return f'{{"source": {json.dumps(source)},\n"lines": [\n{body}\n]}}\n'
 
 

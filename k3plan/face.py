@@ -29,13 +29,18 @@ def kernels() -> list[KernelDef]:
 
 def tuning(gpu: str) -> Tuning:
     """The frozen measurements of all menus for ``gpu``."""
+    return Tuning(tuned(gpu))
+
+
+def tuned(gpu: str) -> list[Tuned]:
+    """The same, line by line."""
     lines = []
     for menu in MENUS:
         table = files(menu.rpartition(".")[0]) / "tuned" / f"{gpu}.json"
         if table.is_file():
             data = json.loads(table.read_text())
             lines += [Tuned(**{"source": data["source"], **line}) for line in data["lines"]]
-    return Tuning(lines)
+    return lines
 
 
 def compile_plan(path: str | os.PathLike[str], overrides: Sequence[str] = (), *,

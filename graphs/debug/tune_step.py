@@ -1,0 +1,138 @@
+"""``k3plan tune --in-step``: settles what a plan chooses by what its launches take inside the captured step.
+
+A kernel alone is timed in a chain of its like, which leave it another part of the chip than its neighbours in a step:
+one with a whole multiprocessor's registers a block cannot start early there, and a chain does not show it. So the
+planner begins with the times of kernels alone, the step is captured and timed launch by launch, and what that says
+replaces the times alone. The plan may then choose otherwise, which is timed in turn, until a plan has nothing in it
+that was not timed in a step. What was never chosen keeps its time alone: it would have to be faster than it is there.
+"""
+from __future__ import annotations
+
+import gc
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...compiler.compile import compile_spec, lower
+from ...compiler.cost import model_us
+from ...compiler.covering.match import find_regions
+from ...compiler.covering.order import FREE_OPS
+from ...compiler.device import load_device
+from ...compiler.kernel import KernelDef, Menu
+from ...compiler.menu import op_kernels
+from ...compiler.plan import LaunchPlan
+from ...compiler.spec import Spec
+from ...compiler.tuning import Tuned, Tuning, shape_key
+from ..bench_step import live_inputs
+from ..bind import Executable, bind
+from ..random_weights import RankRandom
+from ..tune import Outcome, all_times, lines_text, merge_tables, source_text, tuned_lines
+from .time import time_launches
+from .walk import record_capture
+
+ROUNDS = 24
+Clock = Callable[[LaunchPlan], tuple[float, Sequence[float]]]  # us of a step, and of each launch in it
+
+
+@dataclass(frozen=True)
+class Round:
+    """One plan that was timed: ``new`` of its choices had no time in a step before. ``lines`` has the best of each
+    kernel and shape that has such a time."""
+
+    plan: LaunchPlan
+    us: float
+    new: int
+    lines: tuple[Tuned, ...]
+
+    def line(self) -> str:
+        """One line of a report."""
+        return (f"{len(self.plan.launches)} launches, {self.us / 1e3:.3f} ms a step (planned "
+                f"{self.plan.us / 1e3:.3f}), {self.new} choices timed in a step for the first time")
+
+
+def settle(spec: Spec, kernels: Sequence[KernelDef], alone: Iterable[Tuned], clock: Clock, source: str,
+           rounds: int = ROUNDS) -> Iterator[Round]:
+    """Plans and times ``spec`` until nothing is new. ``alone`` are times of kernels alone, of several configurations
+    of a shape where there are, the later ones of equal configuration first in rank."""
+    times: dict[tuple[str, str], dict[str, Tuned]] = defaultdict(dict)
+    for line in alone:
+        times[line.kernel, line.key][repr(sorted(line.config.items()))] = line
+    extra = load_device(spec.gpu)["launch_in_step_us"]
+
+    def best(of: dict[str, Tuned]) -> Tuned:
+        return min(of.values(), key=lambda line: line.us + (0.0 if line.in_step else extra))
+
+    for _ in range(rounds):
+        tuning = Tuning(map(best, times.values()))
+        plan = compile_spec(spec, kernels, tuning)
+        us, shares = clock(plan)
+        new = 0
+        for (kernel, key, model), (config, share) in _by_choice(plan, kernels, shares).items():
+            kept = times[kernel, key]
+            at = repr(sorted(config.items()))
+            new += at not in kept or not kept[at].in_step
+            kept[at] = Tuned(kernel, key, config, round(share, 3), source, model, in_step=True)
+        seen = tuple(best(of) for of in times.values() if any(line.in_step for line in of.values()))
+        yield Round(plan, us, new, seen)
+        if not new:
+            return
+
+
+def settle_table(spec: Spec, size: tuple[int, int], kernels: Sequence[KernelDef], shipped: Sequence[Tuned],
+                 outcomes: Iterable[Outcome], table: Path, say: Callable[[str], None]) -> None:
+    """Settles ``spec`` at ``size`` (sequences, verify rows) on this GPU and writes what was seen into ``table``, round
+    by round. Starts from the ``shipped`` times, those of ``table`` and those of ``outcomes``."""
+    source = source_text()
+    spec = replace(spec, step=replace(spec.step, sequences=size[0], query=size[1]))
+    alone = [*shipped, *tuned_lines(table.read_text()), *(x for o in outcomes for x in all_times(o, source))]
+    for found in settle(spec, kernels, alone, StepClock(), source):
+        say(f"{size[0]}x{size[1]}: {found.line()}")
+        table.write_text(merge_tables(table, lines_text(found.lines, source)))
+
+
+def _by_choice(plan: LaunchPlan, kernels: Sequence[KernelDef], shares: Sequence[float],
+               ) -> dict[tuple[str, str, float | None], tuple[dict[str, Any], float]]:
+    """Kernel, shape and what the model said of it -> configuration, and the mean share of its launches."""
+    device, graph = load_device(plan.spec.gpu), lower(plan.spec)[0]
+    regions, _ = find_regions(graph, Menu([*op_kernels(), *kernels]), arch=device.arch, rows=plan.spec.step.rows)
+    found = {(r.kernel.id, frozenset(n.name for n in r.nodes if n.op not in FREE_OPS)): r for r in regions}
+    of: dict[tuple[str, str, float | None], list[float]] = defaultdict(list)
+    configs: dict[tuple[str, str, float | None], dict[str, Any]] = {}
+    for launch, share in zip(plan.launches, shares, strict=True):
+        choice = plan.choice(launch)
+        region = found[choice.kernel, frozenset(launch.nodes)]
+        at = choice.kernel, shape_key(region), round(model_us(device, region, 1), 3)
+        of[at].append(share)
+        configs[at] = dict(choice.config)
+    return {at: (configs[at], statistics.fmean(all_)) for at, all_ in of.items()}
+
+
+class StepClock:
+    """Times plans of one model on this GPU over ``loopback``, with random weights that they share."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self._first: Executable | None = None
+
+    def __call__(self, plan: LaunchPlan) -> tuple[float, Sequence[float]]:
+        """Us of a replay of ``plan`` and of each of its launches. Raises what binding and capturing raise."""
+        try:
+            executable = self._bind(plan)
+        except torch.cuda.OutOfMemoryError:  # packed otherwise, weights are there twice
+            self._first = None
+            gc.collect()
+            torch.cuda.empty_cache()
+            executable = self._bind(plan)
+        self._first = self._first or executable
+        executable.write(**live_inputs(plan, self.seed))
+        step, record = record_capture(executable)
+        us = step.queued_us()
+        return us, [launch.us or 0.0 for launch in time_launches(step, record).launches]
+
+    def _bind(self, plan: LaunchPlan) -> Executable:
+        return bind(plan, RankRandom(self.seed), device="cuda", transport="loopback", shared=self._first)
