@@ -34,7 +34,7 @@ def _decode_and_multiply(word: str, x: list[list[str]], sums: list[str]) -> str:
     for pair, (source, selector) in enumerate((("l", "0x1404"), ("l", "0x3424"), ("h", "0x1404"), ("h", "0x3424"))):
         lines.append(f"prmt.b32 p, {source}, 0, {selector};")
         lines += [f"fma.rn.f16x2 {total}, p, {row[pair]}, {total};" for row, total in zip(x, sums, strict=True)]
-    return "\n".join(lines)
+    return " ".join(lines)
 
 
 def _dot_32(rows: int) -> str:
@@ -52,7 +52,8 @@ def _dot_32(rows: int) -> str:
             f"add.rn.f16x2 a{row}, a{row}, b{row};", f"mov.b32 {{low, high}}, a{row};",
             f"cvt.f32.f16 ${row}, low;", "cvt.f32.f16 f, high;", f"add.f32 ${row}, ${row}, f;",
         ]
-    return "{\n" + "\n".join(lines) + "\n}"
+    # one line: torch.compile (2.11) writes a kernel's constants into a source between quotes, which a newline breaks
+    return " ".join(["{", *lines, "}"])
 
 
 DOT_1 = tl.constexpr(_dot_32(1))

@@ -1,6 +1,8 @@
 """torch.compile of a layer: the whole graph is read, and Triton operators open up to their kernels."""
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -8,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from made_steps import layer_plan
 from test_layer import Steps, rows_of
 from torch.testing import assert_close
 
+from k3plan import ops_triton
 from k3plan.graphs.checkpoint import Checkpoint
 from k3plan.graphs.module.layer import DecodeLayer
 
@@ -46,3 +50,19 @@ def test_triton_operators_open_up(folder: Path, tmp_path: Path) -> None:
     assert kernels["triton_kda_verify"][1] == "record,state,window"
     assert kernels["triton_mla_query_absorb"][1] == "cache"
     assert kernels["triton_router_topk"][1] == ""
+
+
+def test_kernels_can_be_written_into_a_source() -> None:
+    """torch.compile copies a kernel and the constants that it names into a Python file, between three quotes: torch
+    2.11 does that without escaping, so a newline or a backslash in a string there ends the kernel (seen on an H200)."""
+    seen = 0
+    for path in sorted(Path(ops_triton.__path__[0]).glob("[a-z]*.py")):
+        module = importlib.import_module(f"k3plan.ops_triton.{path.stem}")
+        for name, value in vars(module).items():
+            if isinstance(value, triton.language.constexpr) and isinstance(value.value, str):
+                assert not set(value.value) & set("\n\\"), f"{path.stem}.{name}"
+                seen += 1
+            elif hasattr(value, "fn") and getattr(value.fn, "__module__", "") == module.__name__:
+                assert "\\" not in inspect.getsource(value.fn), f"{path.stem}.{name}"
+                seen += 1
+    assert seen > 50
