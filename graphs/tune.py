@@ -124,11 +124,11 @@ def lines_text(lines: Iterable[Tuned], source: str) -> str:
     return f'{{"source": {json.dumps(source)},\n"lines": [\n{body}\n]}}\n'
 
 
-def merge_tables(path: Path, new: str) -> str:
-    """``new`` laid over the table at ``path``: lines of the same kernel and shape are replaced."""
+def merge_tables(path: Path, new: str, by: Sequence[str] = ("kernel", "key")) -> str:
+    """``new`` laid over the table at ``path``: lines that are alike in ``by`` are replaced."""
     fresh = json.loads(new)
     old = json.loads(path.read_text()) if path.is_file() else {"lines": []}
-    lines = {(x["kernel"], x["key"]): x for x in (*old["lines"], *fresh["lines"])}
+    lines = {tuple(str(x[name]) for name in by): x for x in (*old["lines"], *fresh["lines"])}
     body = ",\n".join("  " + json.dumps(lines[at]) for at in sorted(lines))
     return f'{{"source": {json.dumps(fresh["source"])},\n"lines": [\n{body}\n]}}\n'
 

@@ -53,6 +53,9 @@ def tune(work: Workload, *, seconds: float = float("inf"), say: Callable[[str], 
     """Outcomes of all jobs, as they come. Stops starting jobs when ``seconds`` are spent, and says so."""
     started = time.perf_counter()
     todo = work.jobs()
+    if not todo:
+        say(f"no kernel's id contains any of {work.only}: nothing to time")
+        return
     compile_all(work, [(i, k) for i, job in enumerate(todo) for k in range(len(job.configs))])
     say(f"{len(todo)} shapes, {sum(len(j.configs) for j in todo)} configurations, compiled in "
         f"{time.perf_counter() - started:.0f} s")

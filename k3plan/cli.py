@@ -116,13 +116,14 @@ def tune(plan: PlanFile, out: Annotated[Path, typer.Option(help="Table to write;
          rows: Annotated[str, typer.Option(help="Sequences x verify rows.")] = "1x1,1x8,8x1,64x1",
          most: Annotated[int, typer.Option(help="Time so many configurations of a shape at most.", min=1)] = 1000,
          seconds: Annotated[float, typer.Option(help="Stop starting new shapes after this long.")] = 1e9,
-         in_step: Annotated[bool, typer.Option("--in-step", help="Then settle the plan by times in the step.")] = False,
-         ) -> None:
+         times: Annotated[Path | None, typer.Option(help="Keep the time of every configuration here as well.")] = None,
+         in_step: Annotated[bool, typer.Option("--in-step", help="Then settle the plan by times in the step, from all "
+                                               "that --times has.")] = False) -> None:
     """Time every configuration of every kernel at the shapes of a plan file on this machine's GPUs; write the table."""
     from .compiler.reading.source import load_spec
     from .face import kernels, tuned
     from .graphs.bench import require_gpu
-    from .graphs.tune import describe, merge_tables, source_text, table
+    from .graphs.tune import all_times, describe, lines_text, merge_tables, source_text, table, tuned_lines
     from .graphs.tune_pool import Workload
     from .graphs.tune_pool import tune as time_all
 
@@ -135,11 +136,15 @@ def tune(plan: PlanFile, out: Annotated[Path, typer.Option(help="Table to write;
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(merge_tables(out, table(outcomes, source_text())))
     typer.echo(f"{sum(o.best is not None for o in outcomes)} shapes timed, written to {out}")
+    every = [line for outcome in outcomes for line in all_times(outcome, source_text())]
+    if times is not None:
+        times.write_text(merge_tables(times, lines_text(every, source_text()), by=("kernel", "key", "config")))
+        every = tuned_lines(times.read_text())
     if in_step:
         from .graphs.debug.tune_step import settle_table
 
         for size in _sizes(rows):
-            settle_table(work.spec, size, kernels(), tuned(work.spec.gpu), outcomes, out, typer.echo)
+            settle_table(work.spec, size, kernels(), [*tuned(work.spec.gpu), *every], out, typer.echo)
 
 
 def _sizes(rows: str) -> tuple[tuple[int, int], ...]:

@@ -31,7 +31,7 @@ from ...compiler.tuning import Tuned, Tuning, shape_key
 from ..bench_step import live_inputs
 from ..bind import Executable, bind
 from ..random_weights import RankRandom
-from ..tune import Outcome, all_times, lines_text, merge_tables, source_text, tuned_lines
+from ..tune import lines_text, merge_tables, source_text, tuned_lines
 from .time import time_launches
 from .walk import record_capture
 
@@ -83,14 +83,14 @@ def settle(spec: Spec, kernels: Sequence[KernelDef], alone: Iterable[Tuned], clo
             return
 
 
-def settle_table(spec: Spec, size: tuple[int, int], kernels: Sequence[KernelDef], shipped: Sequence[Tuned],
-                 outcomes: Iterable[Outcome], table: Path, say: Callable[[str], None]) -> None:
+def settle_table(spec: Spec, size: tuple[int, int], kernels: Sequence[KernelDef], alone: Sequence[Tuned],
+                 table: Path, say: Callable[[str], None]) -> None:
     """Settles ``spec`` at ``size`` (sequences, verify rows) on this GPU and writes what was seen into ``table``, round
-    by round. Starts from the ``shipped`` times, those of ``table`` and those of ``outcomes``."""
+    by round. Starts from the times of kernels ``alone``, and those of ``table``."""
     source = source_text()
     spec = replace(spec, step=replace(spec.step, sequences=size[0], query=size[1]))
-    alone = [*shipped, *tuned_lines(table.read_text()), *(x for o in outcomes for x in all_times(o, source))]
-    for found in settle(spec, kernels, alone, StepClock(), source):
+    known = [*alone, *tuned_lines(table.read_text())]
+    for found in settle(spec, kernels, known, StepClock(), source):
         say(f"{size[0]}x{size[1]}: {found.line()}")
         table.write_text(merge_tables(table, lines_text(found.lines, source)))
 

@@ -80,7 +80,7 @@ def test_the_table_has_the_cheapest_line_of_each_shape(tmp_path: Path, monkeypat
     monkeypatch.setattr(tune_step, "StepClock", Clock)
     monkeypatch.setattr(tune_step, "source_text", lambda: "made up")
     said: list[str] = []
-    settle_table(SPEC, (1, 1), kernels(), lines(), [], table, said.append)
+    settle_table(SPEC, (1, 1), kernels(), lines(), table, said.append)
     assert said[0].startswith("1x1: ")
     assert said[-1].endswith(", 0 choices timed in a step for the first time")
     found = {(x["kernel"], x["key"]): x for x in json.loads(table.read_text())["lines"]}

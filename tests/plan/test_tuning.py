@@ -18,7 +18,18 @@ from k3plan.compiler.ops import OPS
 from k3plan.compiler.reading.source import load_spec
 from k3plan.compiler.tuning import Tuned, Tuning, distance
 from k3plan.face import kernels, tuning
-from k3plan.graphs.tune import FORMS, ROWS, describe, jobs, merge_tables, table, time_job, tuned_lines
+from k3plan.graphs.tune import (
+    FORMS,
+    ROWS,
+    all_times,
+    describe,
+    jobs,
+    lines_text,
+    merge_tables,
+    table,
+    time_job,
+    tuned_lines,
+)
 from k3plan.graphs.tune_pool import Workload, tune
 from k3plan.graphs.verify import check_of
 
@@ -107,6 +118,10 @@ def test_tables_are_made_of_outcomes_and_merged(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text(table([outcome], "older").replace("1x7168", "2x7168"))
     assert [line.key for line in tuned_lines(merge_tables(path, text))] == ["1x7168,7168", "2x7168,7168"]
+    every = lines_text(all_times(outcome, "a GPU"), "a GPU")
+    path.write_text(every)
+    kept = tuned_lines(merge_tables(path, every, by=("kernel", "key", "config")))
+    assert [(line.config["warps"], line.us) for line in kept] == [(16, 9.5), (8, 1.5)]
 
 
 def test_a_configuration_that_computes_wrongly_gets_no_line() -> None:
