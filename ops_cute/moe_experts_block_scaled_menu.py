@@ -1,0 +1,97 @@
+"""Where ``cute.moe_experts_block_scaled`` fits, its configurations and its workspace. No cutlass here.
+
+By its name it comes before the kernels for ``mma.sync`` in the menu, whose order decides where prices are equal: where
+nobody has timed either, the tensor core's idle time and the integer instructions that it saves decide.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..compiler.call import Scratch
+from ..compiler.kernel import KernelDef, Region
+from .blackwell_layouts import FORMATS, LANES
+from .moe_experts_block_scaled_plan import SHARED_LIMIT, TOKENS, Static
+
+ENTRY = "k3plan.ops_cute.moe_experts_block_scaled:bind"
+ARCH = ("sm_100", "sm_103")
+LIST_BITS = 992  # experts of a rank: 31 warps' worth, whose sums one warp adds up
+MOST_BLOCKS = 256  # epochs that are kept, one for each block
+LEAST_BLOCKS = 132  # multiprocessors of any GPU of ``ARCH``, at least
+PARITIES = 2
+
+
+def _plan(region: Region, slots: int) -> Static:
+    """Sizes on the fewest multiprocessors; more have fewer columns each, so less in shared memory."""
+    w1, ids = region.value("w1").shape, region.value("ids").shape
+    attrs = region.attrs("experts_gate_up")
+    return Static(
+        tokens=ids[0], top_k=ids[1], width=2 * w1[2], inter=w1[1], out_width=region.value("w2").shape[1], local=w1[0],
+        experts=attrs["experts"], blocks=LEAST_BLOCKS, slots=slots, weights="e4m3",
+        terms=1 if attrs["activation"] == "mxfp8" else 2, stride_x=0, stride_out=0, beta=1.0, linear_beta=1.0,
+        dependent=False)
+
+
+def needs(region: Region) -> str | None:
+    """Formats and sizes that the kernel reads."""
+    local, inter, packed = region.value("w1").shape
+    width, out_width = packed * 2, region.value("w2").shape[1]
+    if region.attrs("experts_gate_up")["format"] != "mxfp4":
+        return f"experts are {region.attrs('experts_gate_up')['format']}, the kernel reads MXFP4"
+    if len(region.value("x").shape) != 2:
+        return "rows must be a matrix"
+    if width % LANES or inter % 32 or out_width % 16:
+        return f"experts of {width} x {inter} x {out_width}: not multiples of {LANES}, 32 and 16"
+    if local > LIST_BITS:
+        return f"{local} experts of a rank, at most {LIST_BITS}"
+    if _plan(region, 2).columns > LANES:
+        return f"{out_width} columns on {LEAST_BLOCKS} blocks: more than {LANES} each"
+    return None if configs(region) else f"experts of {inter} x {out_width}: two slots do not fit shared memory"
+
+
+def needs_mxfp8(region: Region) -> str | None:
+    """As ``needs``, for activations that are rounded."""
+    activation = region.attrs("experts_gate_up")["activation"]
+    return needs(region) if activation == "mxfp8" else f"activations are {activation}, not mxfp8"
+
+
+def needs_bf16(region: Region) -> str | None:
+    """As ``needs``, for activations that are not."""
+    activation = region.attrs("experts_gate_up")["activation"]
+    return needs(region) if activation == "bf16" else f"activations are {activation}, not bf16"
+
+
+def configs(region: Region) -> list[dict[str, Any]]:
+    """As much in flight as fits first; of the formats the one that needs nothing of the tensor core but what every
+    8-bit operand does."""
+    fitting = [slots for slots in (8, 7, 6, 5, 4, 3, 2) if _plan(region, slots).place()["end"] <= SHARED_LIMIT]
+    return [{"slots": slots, "weights": weights} for weights in FORMATS for slots in fitting[:2]]
+
+
+def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
+    """Activations between the halves, for this launch and the one before (zero is "not yet"), and a count of launches
+    for each block."""
+    plan = _plan(region, config["slots"])
+    return {"act": Scratch((PARITIES, plan.pairs, plan.tiles, plan.fragments, 4), "i32", zeroed=True, kept=True),
+            "epochs": Scratch((MOST_BLOCKS,), "i32", zeroed=True, kept=True)}
+
+
+PATTERN = """\
+gate, up = experts_gate_up(x, ids, rank, w1, w3, s1, s3)
+act = situ_and_mul(gate, up)
+pairs = experts_down(act, ids, rank, w2, s2)
+out = experts_combine(pairs, weights)
+-> out"""
+
+KERNELS: tuple[KernelDef, ...] = (
+    KernelDef(
+        id="cute.moe_experts_block_scaled", entry=ENTRY, arch=ARCH, rows=(1, TOKENS), needs=needs_mxfp8,
+        configs=configs, scratch=scratch, pattern=PATTERN,
+        note="W1, W3, SiTU, W2 and the weighted sum on block-scaled tensor cores; rows and activations are MXFP8",
+    ),
+    KernelDef(
+        id="cute.moe_experts_block_scaled_bf16", entry=ENTRY, arch=ARCH, rows=(9, TOKENS), needs=needs_bf16,
+        configs=configs, scratch=scratch, pattern=PATTERN,
+        note="the same for more than 8 rows of bf16, each number as two of the tensor core's",
+    ),
+)
