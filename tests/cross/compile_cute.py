@@ -11,23 +11,28 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from k3plan.compiler.build import build_graph
 from k3plan.compiler.covering.match import find_regions
-from k3plan.compiler.kernel import Menu, Region
+from k3plan.compiler.kernel import KernelDef, Menu, Region
 from k3plan.compiler.passes.merge import merge_projections
 from k3plan.compiler.passes.shard import algebra_of, shard_graph
-from k3plan.compiler.spec import Choices
+from k3plan.compiler.spec import Choices, Spec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import real_shapes  # tests/real_shapes.py
 
 CHOICES = (Choices("sharded", "stripe", "replicated"), Choices("replicated", "all_reduce", "replicated"))
 ROWS = ((1, 1), (1, 8), (8, 1))
+# kernels for more rows, or for rounded activations: sequences, and what the experts' rows are
+EXPERTS = "block_scaled"
+EXPERT_ROWS = ((1, "mxfp8"), (64, "mxfp8"), (64, "bf16"))
 Line = tuple[str, str, list[int] | str, str]  # launch, target, usage or the error, key
 
 
@@ -39,13 +44,30 @@ def chosen(wanted: str) -> list[tuple[str, Region]]:
     found: dict[str, Region] = {}
     for sequences, query in ROWS:
         for choices in CHOICES:
-            spec = real_shapes._spec(sequences, query, choices)
-            graph = merge_projections(shard_graph(build_graph(spec), spec, algebra_of(spec))[0])[0]
-            for region in find_regions(graph, Menu(KERNELS), arch="sm_103", rows=spec.step.rows)[0]:
+            for region in _regions(real_shapes._spec(sequences, query, choices), KERNELS):
                 name = real_shapes.name_of(region, sequences, query)
                 if re.search(wanted, name) and not re.search("-nb[2-7]-", name):
                     found.setdefault(name, region)
+    for sequences, activation in EXPERT_ROWS:
+        spec = real_shapes._spec(sequences, 1, CHOICES[1])
+        spec = replace(spec, layers=(1,), numerics=replace(spec.numerics, expert_activation=activation))
+        for region in _regions(spec, [kernel for kernel in KERNELS if EXPERTS in kernel.id]):
+            name = real_shapes.name_of(region, sequences, 1)
+            if re.search(wanted, name):
+                found.setdefault(name, region)
     return list(found.items())
+
+
+def _regions(spec: Spec, kernels: Sequence[KernelDef]) -> list[Region]:
+    graph = merge_projections(shard_graph(build_graph(spec), spec, algebra_of(spec))[0])[0]
+    return find_regions(graph, Menu(kernels), arch="sm_103", rows=spec.step.rows)[0]
+
+
+def targets_of(kernel: KernelDef) -> list[str]:
+    """Names of ``TARGETS`` that a kernel is for."""
+    from k3plan.ops_cute.compile_check import TARGETS
+
+    return [target for target in TARGETS if not kernel.arch or target[:-1] in kernel.arch]
 
 
 def compile_one(task: tuple[int, str, dict[str, list[int]]]) -> list[Line]:
@@ -53,7 +75,7 @@ def compile_one(task: tuple[int, str, dict[str, list[int]]]) -> list[Line]:
     from k3plan.compiler.launches import kernels_of
     from k3plan.graphs.bench import random_inputs
     from k3plan.graphs.launch import bind_region
-    from k3plan.ops_cute.compile_check import TARGETS, compile_launch
+    from k3plan.ops_cute.compile_check import compile_launch
     from k3plan.ops_cute.launching import content_key
 
     index, wanted, known = task
@@ -62,10 +84,10 @@ def compile_one(task: tuple[int, str, dict[str, list[int]]]) -> list[Line]:
         launch = bind_region(region, random_inputs(region, "meta"), dependent_launch=True)
         single = list(kernels_of(launch))
     except Exception as error:
-        return [(name, target, _text(error), "") for target in TARGETS]
+        return [(name, target, _text(error), "") for target in targets_of(region.kernel)]
     lines: list[Line] = []
     for part, one in enumerate(single):
-        for target in TARGETS:
+        for target in targets_of(region.kernel):
             label = f"{name}.{part}" if len(single) > 1 else name
             try:
                 key = f"{content_key(one, target)}-{one.shared}"
