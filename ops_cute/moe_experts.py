@@ -93,6 +93,7 @@ from .mxfp4 import (
     WEIGHT_EXPONENT,
     biased_exponent,
     dot_group,
+    largest_of,
     pack_f16,
     power_of_two,
     round_to_e4m3,
@@ -124,33 +125,40 @@ def _pairs(values: Any) -> list[Any]:
     return [pack_f16(values[low], values[high]) for low, high in PAIRS]
 
 
-def _largest(values: Any) -> Any:
-    """Largest magnitude over the values of 4 neighbouring lanes."""
-    size = maximum([select(v < 0.0, -v, v) for v in values])
-    size = cute.arch.fmax(size, lane_xor(size, 1))
-    return cute.arch.fmax(size, lane_xor(size, 2))
+def _over_lanes(size: Any, lanes: int = 4) -> Any:
+    """The largest of ``lanes`` neighbouring lanes."""
+    step = 1
+    while step < lanes:
+        size, step = cute.arch.fmax(size, lane_xor(size, step)), 2 * step
+    return size
 
 
 def _rounded(values: Any) -> Any:
-    return round_to_e4m3(values, _largest(values))
+    """A group of 4 neighbouring lanes as MXFP8 holds it."""
+    return round_to_e4m3(values, _over_lanes(_largest(values)))
+
+
+def _largest(values: Any) -> Any:
+    return maximum([select(v < 0.0, -v, v) for v in values])
 
 
 def _load_x(at: Any, warp: Any, lane: Any, p: Static) -> tuple[list[Any], list[Any]]:
     """This warp's groups of x as operands, and the fp32 factors of the two tokens of a lane's results."""
     token, part = lane >> 2, lane & 3
     row = at + Int64(token) * (2 * p.stride_x)
-    values = []
+    words = []
     for i in range(p.own_groups):
         group = warp * p.own_groups + i
         real = (token < p.tokens) & (group < p.groups)
-        words = load_words(row + Int64(group * 64 + part * 16), guard=select(real, Int32(1), Int32(0)))
-        values.append(unpack(words))
+        words.append(load_words(row + Int64(group * 64 + part * 16), guard=select(real, Int32(1), Int32(0))))
+    values = [unpack(four) for four in words]
     if p.rounds:
         values = [_rounded(v) for v in values]
-    largest = _largest([v for eight in values for v in eight])
+        largest = _largest([v for eight in values for v in eight])
+    else:
+        largest = largest_of([word for four in words for word in four])
     # the largest becomes 2^14 or more, below 2^15
-    exponent = cute.arch.fmax(largest, Float32(2.0**-112))
-    exponent = biased_exponent(exponent)
+    exponent = biased_exponent(cute.arch.fmax(_over_lanes(largest), Float32(2.0**-112)))
     down = power_of_two(254 + TOP_EXPONENT - 1 - exponent)
     up = power_of_two(exponent - (TOP_EXPONENT - 1) - WEIGHT_EXPONENT)
     factors = [lane_value(up, (lane & 3) * 8 + 4 * i) for i in range(2)]
@@ -206,6 +214,22 @@ def _list_experts(at: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: 
         pair = lane + 32 * i
         store_word(shared + where["list"] + index * 4, local[i], real[i])
         store_byte(shared + where["places"] + index * TOKENS + pair // p.top_k, pair % p.top_k, real[i])
+
+
+@cute.jit
+def _list_row(at: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """One warp, one row, all experts here: they are the list as the router has them."""
+    for start in cutlass.range_constexpr(0, p.top_k, 32):
+        pair = lane + start
+        inside = select(pair < p.top_k, Int32(1), Int32(0))
+        expert, weight = (load_words(source.toint() + Int64(pair) * 4, 1, guard=inside)[0]
+                          for source in (at.ids, at.weights))
+        store_word(shared + where["list"] + pair * 4, expert, inside)
+        store_word(shared + where["weights"] + pair * 4, weight, inside)
+        store_byte(shared + where["places"] + pair * TOKENS, pair, inside)
+    if lane == 0:
+        store_word(shared + where["count"], Int32(p.top_k))
+    cute.arch.sync_warp()
 
 
 @cute.jit
@@ -291,12 +315,13 @@ def _add_warps(fill: Any, lane: Any, shared: Any, where: cutlass.Constexpr):
 
 
 @cute.jit
-def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+def _finish_units(act: Any, which: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
                   p: cutlass.Constexpr):
-    """One warp: adds up the warps' sums of a unit, applies SiTU and publishes the activations of its 8 rows."""
-    fill = Int32(0)
+    """Finisher ``which``: adds up the warps' sums of a unit, applies SiTU and publishes the activations of its 8
+    rows."""
+    fill = which
     row, part = lane >> 2, lane & 3
-    for unit in cutlass.range(block, count * p.tiles, p.blocks, unroll=1):
+    for unit in cutlass.range(block + which * p.blocks, count * p.tiles, p.finishers * p.blocks, unroll=1):
         sums = _add_warps(fill, lane, shared, where)
         found = [situ(sums[i], sums[2 + i], p.beta, p.linear_beta) * 2.0**p.act_exponent for i in range(2)]
         # rows r and r + 2 make a word: lanes of r publish the first token's, those of r + 2 the second's
@@ -308,7 +333,7 @@ def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, wher
         fragment = (token * p.top_k + place) * p.tiles + unit % p.tiles
         offset = fragment * FRAGMENT + ((row & 1) * 2 + (row >> 2)) * 4
         publish(act + Int64(offset), word, select(place >= 0, Int32(1), Int32(0)))
-        fill = fill + 1
+        fill = fill + p.finishers
     return fill
 
 
@@ -317,33 +342,45 @@ def _finish_side(out: Any, fill: Any, count: Any, block: Any, lane: Any, shared:
                  p: cutlass.Constexpr):
     """The finisher: adds up the warps' sums of 16 columns of ``s`` and stores them as bf16."""
     row, part = lane >> 2, lane & 3
-    for unit in cutlass.range(block + fill * p.blocks - count * p.tiles, p.side_units, p.blocks, unroll=1):
+    for unit in cutlass.range(block + fill * p.blocks - count * p.tiles, p.side_units, p.finishers * p.blocks,
+                              unroll=1):
         words = pack(_add_warps(fill, lane, shared, where))
         for i in cutlass.range_constexpr(4):
             token = 2 * part + i % 2
             place = out + Int64(token * p.stride_s + unit * 2 * TILE + row + i // 2 * TILE) * 2
             store_half(place, words[i // 2] >> (16 * (i % 2)), guard=select(token < p.tokens, Int32(1), Int32(0)))
-        fill = fill + 1
+        fill = fill + p.finishers
 
 
 @cute.jit
-def _add_item(total: Any, act: Any, item: Any, slot: Any, block: Any, lane: Any, shared: Any,
+def _finish(at: Any, act: Any, which: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+            p: cutlass.Constexpr):
+    """All of a finisher."""
+    fill = _finish_units(act, which, count, block, lane, shared, where, p)
+    if cutlass.const_expr(p.side_width > 0):
+        _finish_side(at.s.toint(), fill, count, block, lane, shared, where, p)
+
+
+def _look_at(act: Any, item: Any, last: Any, lane: Any, shared: Any, where: Any,
+             p: Any) -> tuple[list[Any], Any, Any]:
+    """The activations of an item, a chunk of an expert of the list, where they lie, and whether this lane has some."""
+    index = select(item < last, item, Int32(0)) // p.chunks
+    place = load_signed_byte(shared + where["places"] + index * TOKENS + (lane >> 2))
+    guard = select((place >= 0) & (item < last), Int32(1), Int32(0))
+    fragment = ((lane >> 2) * p.top_k + place) * p.tiles + 4 * (item % p.chunks * p.chunk) + (lane & 3)
+    source = act + Int64(fragment * FRAGMENT)
+    return [word for i in range(p.chunk) for word in look(source + 4 * FRAGMENT * i, guard)], source, guard
+
+
+@cute.jit
+def _add_item(total: Any, x: Any, item: Any, slot: Any, block: Any, lane: Any, shared: Any,
               where: cutlass.Constexpr, p: cutlass.Constexpr):
     """``total`` plus a chunk of an expert's rows of this block's columns, times activations and routing weights."""
     total = list(total)
     token, part = lane >> 2, lane & 3
     inside = ((p.blocks - 1 - block) * p.columns * p.inter_groups) & 15
     index, group0 = item // p.chunks, item % p.chunks * p.chunk
-    place = load_signed_byte(shared + where["places"] + index * TOKENS + token)
-    guard = select(place >= 0, Int32(1), Int32(0))
-    source = act + Int64(((token * p.top_k + place) * p.tiles + 4 * group0 + part) * FRAGMENT)
-    x = [look(source + 4 * FRAGMENT * group, guard) for group in range(p.chunk)]
-    late = is_late([word for four in x for word in four])
-    while late != 0:
-        x = [look(source + 4 * FRAGMENT * group, guard) for group in range(p.chunk)]
-        late = is_late([word for four in x for word in four])
-    cute.arch.sync_warp()
-    x = [[select(guard == 1, word, Int32(0)) for word in four] for four in x]
+    x = [x[4 * i : 4 * i + 4] for i in range(p.chunk)]
     if cutlass.const_expr(p.rounds):
         # a word holds two columns of the group: their order does not matter for rounding
         x = [_repacked(four, p) for four in x]
@@ -378,8 +415,10 @@ def _add_item(total: Any, act: Any, item: Any, slot: Any, block: Any, lane: Any,
 def _multiply_down(act: Any, fill: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
                    where: cutlass.Constexpr, p: cutlass.Constexpr):
     """The warps that multiply: every 16th chunk of an expert's rows for this block's columns; the sums stay in
-    registers."""
+    registers. The activations of the next one are on their way while one is multiplied."""
     total = [Float32(0.0)] * (4 * p.column_tiles)
+    last = count * p.chunks
+    x, source, guard = _look_at(act, warp, last, lane, shared, where, p)
     for start in cutlass.range(0, count, p.together, unroll=1):
         turn = fill + start // p.together
         slot = turn % p.slots
@@ -388,7 +427,16 @@ def _multiply_down(act: Any, fill: Any, count: Any, block: Any, warp: Any, lane:
         begin = start * p.chunks
         end = cutlass.min(start + p.together, count) * p.chunks
         for item in cutlass.range(begin + ((warp - begin) & (WARPS - 1)), end, WARPS, unroll=1):
-            total = _add_item(total, act, item, slot, block, lane, shared, where, p)
+            late = is_late(x)
+            while late != 0:
+                x = [word for i in range(p.chunk) for word in look(source + 4 * FRAGMENT * i, guard)]
+                late = is_late(x)
+            cute.arch.sync_warp()
+            # a token that did not choose the expert has ones, and its weight is 0
+            own = x
+            if cutlass.const_expr(p.most * p.chunks > WARPS):
+                x, source, guard = _look_at(act, item + WARPS, last, lane, shared, where, p)
+            total = _add_item(total, own, item, slot, block, lane, shared, where, p)
         cute.arch.sync_warp()
         if lane == 0:
             arrive(shared + where["empty"] + slot * 8)
@@ -469,7 +517,10 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
     part = p.tokens * p.top_k * p.tiles * FRAGMENT
     act = at.act.toint() + Int64(epoch & 1) * part
     if warp == COPIER:
-        _list_experts(at, lane, shared, where, p)
+        if cutlass.const_expr(p.tokens == 1 and p.local == p.experts):
+            _list_row(at, lane, shared, where, p)
+        else:
+            _list_experts(at, lane, shared, where, p)
         cute.arch.barrier_arrive(barrier_id=LISTED, number_of_threads=THREADS, aligned=False)
         if cutlass.const_expr(p.bulk):
             copy_by_rows(at, load_word(shared + where["count"]), block, lane, shared, where, p)
@@ -477,8 +528,11 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
             copy_by_lanes(at, load_word(shared + where["count"]), Int32(0), block, lane, shared, where, p)
     elif warp == SECOND:
         cute.arch.barrier(barrier_id=LISTED, number_of_threads=THREADS)
-        if cutlass.const_expr(not p.bulk):
-            copy_by_lanes(at, load_word(shared + where["count"]), Int32(1), block, lane, shared, where, p)
+        count = load_word(shared + where["count"])
+        if cutlass.const_expr(p.bulk):
+            _finish(at, act, Int32(1), count, block, lane, shared, where, p)
+        else:
+            copy_by_lanes(at, count, Int32(1), block, lane, shared, where, p)
     elif warp == FINISHER:
         # the other part was read by the launch before and has to be zero for the next
         before = at.act.toint() + Int64((epoch & 1) ^ 1) * part
@@ -487,10 +541,7 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
         cute.arch.barrier(barrier_id=LISTED, number_of_threads=THREADS)
         if lane == 0:
             store_words(epochs, [epoch + 1])
-        count = load_word(shared + where["count"])
-        fill = _finish_units(act, count, block, lane, shared, where, p)
-        if cutlass.const_expr(p.side_width > 0):
-            _finish_side(at.s.toint(), fill, count, block, lane, shared, where, p)
+        _finish(at, act, Int32(0), load_word(shared + where["count"]), block, lane, shared, where, p)
     else:
         x, factors = _load_x(at.x.toint(), warp, lane, p)
         cute.arch.barrier(barrier_id=LISTED, number_of_threads=THREADS)

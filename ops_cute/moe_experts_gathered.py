@@ -43,7 +43,17 @@ from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch
 from .launching import KernelLaunch, await_producers, named, row_stride, start_dependents
-from .moe_experts import MULTIPLIERS, MULTIPLYING, _add_scaled, _add_warps, _largest, _pairs, _repacked, _rounded
+from .moe_experts import (
+    MULTIPLIERS,
+    MULTIPLYING,
+    _add_scaled,
+    _add_warps,
+    _largest,
+    _over_lanes,
+    _pairs,
+    _repacked,
+    _rounded,
+)
 from .moe_experts_copy import LIST_MASK, copy_by_rows
 from .moe_experts_gathered_plan import MOST_TOKENS, Config, Gathered
 from .moe_experts_menu import LIST_BITS, MOST_BLOCKS, PARITIES
@@ -65,7 +75,7 @@ from .moe_parts import (
     situ,
     store_word,
 )
-from .mxfp4 import WEIGHT_EXPONENT, biased_exponent, dot_group, pack_f16, power_of_two, scale_of
+from .mxfp4 import WEIGHT_EXPONENT, biased_exponent, dot_group, largest_of, pack_f16, power_of_two, scale_of
 from .primitives import (
     Words,
     lane_value,
@@ -126,18 +136,18 @@ def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Conste
 def _load_row(at: Any, token: Any, thread: Any, p: Any) -> tuple[list[list[Any]], Any]:
     """This thread's 8 columns a round of a row of x, as fp32, and the largest magnitude of its warp's."""
     row = at.x.toint() + Int64(token) * (2 * p.stride_x)
-    values = []
+    words = []
     for i in range(p.rounds_of_row):
         piece = thread + THREADS * i
         real = (token < p.tokens) & (piece < p.width // 8)
-        words = load_words(row + Int64(piece * FRAGMENT), guard=select(real, Int32(1), Int32(0)))
-        values.append(unpack(words))
+        words.append(load_words(row + Int64(piece * FRAGMENT), guard=select(real, Int32(1), Int32(0))))
+    values = [unpack(four) for four in words]
     if p.rounds:
         values = [_rounded(eight) for eight in values]
-    largest = _largest([v for eight in values for v in eight])
-    for lanes in (4, 8, 16):
-        largest = cute.arch.fmax(largest, lane_xor(largest, lanes))
-    return values, largest
+        largest = _largest([v for eight in values for v in eight])
+    else:
+        largest = largest_of([word for four in words for word in four])
+    return values, _over_lanes(largest, 32)
 
 
 def _store_row(at: Any, token: Any, values: list[list[Any]], largest: Any, thread: Any, p: Any) -> Any:

@@ -68,6 +68,11 @@ class Static:
         return _least_each(self.groups)
 
     @property
+    def finishers(self) -> int:
+        """Warps that finish units: one that does not copy helps."""
+        return 2 if self.bulk else 1
+
+    @property
     def tiles(self) -> int:
         """Units of one expert in the first half."""
         return self.inter // TILE

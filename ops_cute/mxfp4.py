@@ -18,7 +18,7 @@ from typing import Any
 
 from cutlass import Float32, Int32
 
-from .primitives import Words, ptx
+from .primitives import Words, maximum, ptx
 
 GROUP = 32  # columns of one scale
 WORD = 8  # weights
@@ -75,6 +75,20 @@ def unpack_f16(word: Any) -> list[Any]:
     """A word of fp16 as two fp32."""
     return ptx("{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }", [Float32] * 2, [word],
                pure=True)
+
+
+def larger_halves(a: Any, b: Any) -> Any:
+    """The larger of two unsigned 16-bit numbers, in each half of a word."""
+    return ptx("max.u16x2 $0, $1, $2;", [Int32], [a, b], pure=True)
+
+
+def largest_of(words: Sequence[Any]) -> Any:
+    """The largest magnitude of the bf16 of some words, as fp32: without their signs they are ordered as numbers are."""
+    sizes = [word & 0x7FFF7FFF for word in words]
+    while len(sizes) > 1:
+        pairs = [larger_halves(a, b) for a, b in zip(sizes[::2], sizes[1::2], strict=False)]
+        sizes = pairs + sizes[len(pairs) * 2 :]
+    return maximum([(sizes[0] << 16).bitcast(Float32), (sizes[0] & Int32(-65536)).bitcast(Float32)])
 
 
 def power_of_two(biased: Any) -> Any:

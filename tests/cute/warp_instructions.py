@@ -101,13 +101,16 @@ def look_at(at: Any, guard: Any = None) -> list[Any]:
     return load_words(at, 4) if guard is None else look(at, guard)
 
 
-def wait_for(at: Any, words: Sequence[Any]) -> list[Any]:
-    late = is_late(words)
-    while late.a[_wanted(None)].any():
+def wait_for(places: Sequence[Any], words: Sequence[Any]) -> list[Any]:
+    words = list(words)
+    while True:
+        late = [is_late(words[4 * i : 4 * i + 4]) for i in range(len(places))]
+        if not any(one.a[_wanted(None)].any() for one in late):
+            return words
         machine.rest_until_a_store()
-        words = [select(late == 1, new, old) for new, old in zip(load_words(at, 4, guard=late), words, strict=True)]
-        late = is_late(words)
-    return list(words)
+        for i, (at, one) in enumerate(zip(places, late, strict=True)):
+            new = load_words(at, 4, guard=one)
+            words[4 * i : 4 * i + 4] = [select(one == 1, n, w) for n, w in zip(new, words[4 * i :], strict=False)]
 
 
 def encode(word: Any) -> Any:
@@ -277,6 +280,11 @@ def pack_f16(low: Any, high: Any) -> Any:
 def unpack_f16(word: Any) -> list[Any]:
     halves = np.ascontiguousarray(word.a).view(np.float16).reshape(32, 2)
     return [Float32(halves[:, 0]), Float32(halves[:, 1])]
+
+
+def larger_halves(a: Any, b: Any) -> Any:
+    halves = [np.ascontiguousarray(word.a).view(np.uint16) for word in (a, b)]
+    return Int32(np.maximum(*halves).view(np.int32))
 
 
 def permute_bytes(a: Any, b: Any, selector: int) -> Any:
