@@ -3,7 +3,8 @@
 A program of its own, as ``compile_all.py``, whose cache in Triton it shares. Writes ``{launch: [problem, ...]}`` as
 JSON to the path in its first argument, for every launch of ``launches.py`` and of the settings below that polls; a
 second argument is a regular expression of the launches wanted. Reads the layouts of Triton's own IR, before it is
-lowered: there a tile that is smaller than its block of threads is held, and loaded, by several threads each.
+lowered: there a tile that is smaller than its block of threads is held, and loaded, by several threads each. A
+configuration that spills kilobytes is a problem as well: a menu should not offer it.
 """
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ from k3plan.compiler.kernel import Region
 from k3plan.compiler.launches import kernels_of
 from k3plan.graphs.bench import random_inputs
 from k3plan.graphs.launch import bind_region
-from k3plan.ops_triton.compile_check import compile_for
+from k3plan.ops_triton.compile_check import compile_for, compile_launch
 from k3plan.ops_triton.launching import KernelLaunch
 
 WAITING = r"all_reduce|reduce_scatter|all_gather|stripe|moe_tail|mla_query_absorb|attn_res|moe_front"
 # with two ranks a tile of words has no dimension for the senders, so it is the smallest there is
 SETTINGS = tuple(Setting(f"tp{tp}", tp=tp, layers=(0, 1, 3), choices=(choices,), kernels=WAITING, rows=((1, 1), (1, 8)))
-                 for tp in (2, 8) for choices in (WHOLE, SHARDED))
+                 for tp in (2, 4, 8) for choices in (WHOLE, SHARDED))
+MOST_SPILLED = 1024  # bytes a thread
 _LAYOUT = re.compile(r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[([\d, ]+)\], threadsPerWarp = \[([\d, ]+)\], "
                      r"warpsPerCTA = \[([\d, ]+)\]", re.MULTILINE)
 
@@ -80,8 +82,9 @@ def one_of_each(found: list[tuple[str, Region, Mapping[str, Any]]]) -> Iterator[
 
 def check_one(index: int) -> tuple[str, list[str] | None]:
     name, launch = list(one_of_each(launches(_wanted())))[index]
-    ir = compile_for(launch, "sm_90a").asm["ttgir"]
-    return f"{name} {launch.kernel.__name__}", problems(ir) if waits(ir) else None
+    ir, spilled = compile_for(launch, "sm_90a").asm["ttgir"], compile_launch(launch, "sm_90a").spilled
+    found = problems(ir) + ([f"{spilled} bytes spilled a thread"] if spilled > MOST_SPILLED else [])
+    return f"{name} {launch.kernel.__name__}", found if waits(ir) else None
 
 
 def _wanted() -> str:

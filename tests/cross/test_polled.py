@@ -57,7 +57,7 @@ def test_a_few_kernels_poll_each_word_once(tmp_path: Path) -> None:
     _check(table)
 
 
-# 590 launches: every configuration of every kernel that waits inside itself
+# 800 launches: every configuration of every kernel that waits inside itself
 @pytest.mark.slow
 def test_all_kernels_poll_each_word_once(tmp_path: Path) -> None:
     table = _table(tmp_path, "")

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from k3plan.face import compile_plan
+from k3plan.graphs.make_checkpoint import make_checkpoint
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("examples/tiny-k3.yaml", "--set", "target.gpu=h200")
 
@@ -52,6 +55,19 @@ def test_nccl_carries_a_plan_without_collective_kernels() -> None:
     text = said(launch("check", *TINY, "--transport", "library"))
     assert "over torch.distributed are equal to the bit" in text
     assert "emulated ranks on one device to the bit" in text
+
+
+@pytest.mark.gpu
+def test_two_gpus_decode_what_the_reference_would(tmp_path: Path) -> None:
+    """Tokens of both ranks equal, and those of the fp32 reference within what bf16 allows."""
+    make_checkpoint(tmp_path / "k3", attention=("kda", "mla", "kda"), mlp=("dense", "moe", "moe"), attn_res_block=2)
+    (tmp_path / "plan.yaml").write_text(
+        f"version: 1\nmodel: {{config: {tmp_path / 'k3'}}}\nparallel: {{tp: 2}}\n"
+        "step: {sequences: 2, context: 64, page_size: 16}\ntarget: {gpu: h200}\n")
+    compile_plan(tmp_path / "plan.yaml").save(tmp_path / "plan.json")
+    text = said(launch("decode", str(tmp_path / "plan.json"), "--checkpoint", str(tmp_path / "k3"), "--tokens", "16"))
+    assert "check passed" in text
+    assert "2 ranks over symmetric decoded the same tokens" in text
 
 
 @pytest.mark.gpu
