@@ -31,7 +31,18 @@ PROJECTION_ROUTER = "logits = linear(x, router)\nf = linear(x, weight)\n-> logit
 MIX = "m = attn_res(score, p, ...)\nh = rms_norm(m, weight)\n-> p, h"
 ADD_MIX = f"? p = residual_add(prefix, delta)\n{MIX}"
 STRIPE = "n = rms_norm(latent, norm)\nup = linear(n, weight)\nout = add(up, shared)\ng = all_gather(out)"
-MOE_TAIL = f"latent = all_reduce(x)\nshared = reduce_scatter(other)\n{STRIPE}\n-> g"
+_SUMS = "latent = all_reduce(x)\nshared = reduce_scatter(other)"
+MOE_TAIL = f"{_SUMS}\n{STRIPE}\n-> g"
+# the tail and the mix before the next layer, whose norm has a weight of its own
+MOE_TAIL_ADD_MIX = f"""
+{_SUMS}
+n = rms_norm(latent, norm)
+up = linear(n, up_weight)
+out = add(up, shared)
+g = all_gather(out)
+p = residual_add(prefix, g)
+{MIX}
+"""
 
 MOE_FRONT_SHARDED = """
 logits = linear(x, router)

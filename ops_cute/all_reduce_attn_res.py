@@ -120,6 +120,9 @@ class Static:
     limit: int
     dependent: bool
     multicast: bool = False
+    # where a row comes finished and not in parts: fragments of it from each rank, and the first of them in a slot
+    stripe: int = 0
+    base: int = 0
 
     @property
     def warps(self) -> int:
@@ -222,7 +225,8 @@ def open_row(p: Static) -> None:
 
 def mix_row(at: Addresses, thread: Any, part: Any, row: Any, block: Any, p: Static, *, publish: bool) -> None:
     """A block's part of a row: sum, residual, mix and norm. ``publish``: the rank's own part is the tensor ``x`` and is
-    sent from here; otherwise other blocks of the rank send it. ``block``: whose epoch counts."""
+    sent from here; otherwise other blocks of the rank send it, with ``p.stripe`` as finished columns that other blocks
+    arm as well. ``block``: whose epoch counts."""
     last = p.phase in (WHOLE, COLLECT)
     if last:
         cute.arch.cluster_arrive_relaxed()
@@ -232,8 +236,8 @@ def mix_row(at: Addresses, thread: Any, part: Any, row: Any, block: Any, p: Stat
     if real is not None:
         fragment = select(real, fragment, Int32(fragments - 1))
     column, guard = Int64(fragment) * 16, None if real is None else Int32(real)
-    owner = fragment // p.owned if p.shots == 2 else None
-    peer = None if owner is None else at.peer(owner)
+    owner = fragment // p.owned if p.shots == 2 else fragment // p.stripe if p.stripe else None
+    peer = at.peer(owner) if p.shots == 2 else None
     weight = load_words(at["weight"] + column)
     score = [word.bitcast(Float32) for half in (0, 16) for word in load_words(at["score"] + 2 * column + half)]
     await_producers(p.dependent)
@@ -245,7 +249,8 @@ def mix_row(at: Addresses, thread: Any, part: Any, row: Any, block: Any, p: Stat
     if last:
         held = [load_words(at[f"block{i}"] + Int64(row) * (2 * p.stride_block) + column) for i in range(p.blocks)]
         prefix = load_words(at["prefix"] + Int64(row) * (2 * p.stride_prefix) + column) if p.add else []
-    where = row * fragments + fragment if owner is None else row * p.owned + fragment - owner * p.owned
+    each = p.owned if p.shots == 2 else p.stripe
+    where = row * fragments + fragment if owner is None else p.base + row * each + fragment - owner * each
     if publish and p.phase in (WHOLE, PUBLISH):
         box.send(where, x, peer, guard=guard)
     if p.phase == REDUCE:
@@ -279,7 +284,7 @@ def _reduce(box: Mailbox, where: Any, owner: Any, real: Any, p: Static) -> None:
 
 def _sum(box: Mailbox, looked: Sequence[Any], wait: int) -> list[Any]:
     """The 8 columns of a fragment, summed over the looks in their order."""
-    received = [box.wait(look) for look in looked]
+    received = box.wait(looked)
     box.report(list(enumerate(received)), wait)
     y = unpack(received[0])
     for words in received[1:]:
@@ -290,6 +295,10 @@ def _sum(box: Mailbox, looked: Sequence[Any], wait: int) -> list[Any]:
 def _await_sum(box: Mailbox, where: Any, owner: Any, real: Any, p: Static) -> list[Any]:
     """The 8 columns of a thread, summed over the ranks."""
     guard = None if real is None else Int32(real)
+    if p.stripe:
+        (words,) = box.wait([box.look(owner, where)])
+        box.report([(owner, words)], 2)
+        return unpack(words)
     if p.shots == 1:
         looked = [box.look(sender, where) for sender in range(p.ranks)]
         for sender in range(p.ranks):
@@ -299,7 +308,7 @@ def _await_sum(box: Mailbox, where: Any, owner: Any, real: Any, p: Static) -> li
         _reduce(box, where, owner, real, p)
     look = box.look(owner, where + p.rows * p.owned)
     box.arm(owner, where + p.rows * p.owned, guard)
-    words = box.wait(look)
+    (words,) = box.wait([look])
     box.report([(owner, words)], 1)
     return unpack(words)
 
@@ -345,16 +354,17 @@ def _all_reduce_attn_res(arguments: Any, names: cutlass.Constexpr, p: cutlass.Co
     mix_row(at, thread, part, row, row * p.cluster + part, p, publish=True)
 
 
-def static_of(calls: Sequence[Call], links: Sequence[Link], config: Config, *, multicast: bool) -> Static:
-    """What a kernel that ends in ``mix_row`` is compiled for. Checks that the plan's shapes and addresses allow it."""
+def static_of(calls: Sequence[Call], links: Sequence[Link], config: Config, fragments: int, *,
+              multicast: bool) -> Static:
+    """What a kernel that ends in ``mix_row`` is compiled for, with ``fragments`` in a slot. Checks that the plan's
+    shapes and addresses allow it."""
     first = calls[0]
     h, p, prefix = first.tensors["h"], first.get("p"), first.get("prefix")
     rows, width = h.shape
     parities, ranks, slot = first.scratch["mailbox"].shape
     assert parities == PROTOCOL.parities, f"mailbox of {parities} parts"
     assert width % 8 == 0, f"rows of {width}"
-    wanted = FRAGMENT_WORDS * message(rows, width // 8, ranks, config.shots)
-    assert slot >= wanted, f"{rows} rows of {width}, slot of {slot} words"
+    assert slot >= FRAGMENT_WORDS * fragments, f"{fragments} fragments, slot of {slot} words"
     assert config.shots == 1 or width // 8 % ranks == 0, f"{width // 8} fragments over {ranks} ranks"
     assert all(len(link.peers) == ranks for link in links), f"links to {[len(k.peers) for k in links]} of {ranks} ranks"
     assert config.cluster * config.threads >= width // 8, f"{config} for {width // 8} fragments"
@@ -387,8 +397,9 @@ def bind(calls: Sequence[Call], links: Sequence[Link], *, multicast: int = 0) ->
     which one store reaches the mailboxes of all ranks, where the device has one."""
     x, config = calls[0].tensors["x"], Config(**calls[0].config)
     tensors = tensors_of(calls, ("x", *MIXED))
-    static = replace(static_of(calls, links, config, multicast=bool(multicast)), stride_x=row_stride(x))
-    static = replace(static, columns=columns_of(tuple(tensors[0]), static.ranks))
+    wanted = message(x.shape[0], x.shape[1] // 8, len(links[0].peers), config.shots)
+    static = static_of(calls, links, config, wanted, multicast=bool(multicast))
+    static = replace(static, stride_x=row_stride(x), columns=columns_of(tuple(tensors[0]), static.ranks))
     grid, cluster = (config.cluster, len(calls), x.shape[0]), (config.cluster, 1, 1)
     launch = KernelLaunch(_all_reduce_attn_res, grid, config.threads, addresses(calls, links, tensors, multicast),
                           static, cluster=cluster, shared=static.shared, dependent=static.dependent)

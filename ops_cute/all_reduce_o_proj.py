@@ -166,7 +166,7 @@ def bind(calls: Sequence[Call], links: Sequence[Link], *, multicast: int = 0) ->
     assert w.is_contiguous(), f"weight {w.stride()}"
     assert w.shape[1] == inputs, f"weight {w.shape} for {inputs} inputs"
     tensors = tensors_of(calls, ("a", "w", *MIXED))
-    static = static_of(calls, links, config, multicast=bool(multicast))
+    static = static_of(calls, links, config, rows * w.shape[0] // 8, multicast=bool(multicast))
     static = replace(static, columns=columns_of(tuple(tensors[0]), static.ranks))
     p = Parameters(static, rows, inputs, splits(inputs, static.warps), producers(w.shape[0], inputs, calls[0].config),
                    row_stride(a))

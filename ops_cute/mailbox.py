@@ -123,23 +123,37 @@ def look_at(at: Any, guard: Any = None) -> Words:
     return ptx(f"{{ .reg .pred g; setp.ne.b32 g, $5, 0; {ones} @g {_LOOK} [$4]; }}", [Int32] * 4, [at, guard])
 
 
-def wait_for(at: Any, words: Words) -> Words:
-    """Looks again until no word is zero."""
-    return ptx(f"{{ .reg .pred p; again: {_LATE} @!p bra done; {_LOOK} [$8]; bra again; done: }}", [Int32] * 4,
-               [*words, at], tied=4)
+def wait_for(places: Sequence[Any], words: Words) -> Words:
+    """Looks again, at all that is late at once, until none of the 4 words of each place is zero."""
+    return ptx(f"{{ .reg .pred p, q; again: setp.ne.b32 q, 0, 0; {_round(len(places), len(words))} @q bra again; }}",
+               [Int32] * len(words), [*words, *places], tied=len(words))
 
 
-def wait_bounded(at: Any, words: Words, looks: Any, limit: int) -> tuple[Words, Any]:
+def wait_bounded(places: Sequence[Any], words: Words, looks: Any, limit: int) -> tuple[Words, Any]:
     """The same, until ``looks`` has been counted up to ``limit``."""
+    count = len(words)
+    # a round is predicate r's, and without it nothing is loaded
     *words, looks = ptx(
-        f"{{ .reg .pred p; again: {_LATE} @!p bra done; setp.ge.s32 p, $4, {limit}; @p bra done; add.s32 $4, $4, 1; "
-        f"{_LOOK} [$10]; bra again; done: }}", [Int32] * 5, [*words, looks, at], tied=5)
+        f"{{ .reg .pred p, q, r; again: setp.ne.b32 q, 0, 0; setp.lt.s32 r, ${count}, {limit}; "
+        f"{_round(len(places), count + 1, bounded=True)} and.pred q, q, r; @q add.s32 ${count}, ${count}, 1; "
+        "@q bra again; }", [Int32] * (count + 1), [*words, looks, *places], tied=count + 1)
     return words, looks
 
 
+def _round(places: int, results: int, *, bounded: bool = False) -> str:
+    """Loads what is late of each place; predicate q is true where something was. One that came while another was
+    waited for costs no journey of its own: ranks that were slow together are one journey, not one each."""
+    steps = []
+    for i in range(places):
+        w = [f"${4 * i + j}" for j in range(4)]
+        steps.append(
+            f"setp.eq.b32 p, {w[0]}, 0; setp.eq.or.b32 p, {w[1]}, 0, p; setp.eq.or.b32 p, {w[2]}, 0, p; "
+            f"setp.eq.or.b32 p, {w[3]}, 0, p; or.pred q, q, p; {'and.pred p, p, r; ' if bounded else ''}"
+            f"@p ld.relaxed.sys.global.v4.b32 {{{', '.join(w)}}}, [${2 * results + i}];")
+    return " ".join(steps)
+
+
 _LOOK = "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3},"
-_LATE = ("setp.eq.b32 p, $0, 0; setp.eq.or.b32 p, $1, 0, p; setp.eq.or.b32 p, $2, 0, p; "
-         "setp.eq.or.b32 p, $3, 0, p;")
 
 
 def store_report(at: Any, values: Sequence[Any], missing: Any) -> None:
@@ -255,18 +269,20 @@ class Mailbox:
         store_words(at, [Int32(0)] * 4, guard=guard)
 
     def look(self, sender: Any, fragment: Any, guard: Any = None) -> tuple[Any, Words]:
-        """A first look at a fragment, where ``guard`` (Int32) is not zero: give the result to ``wait``. Several looks
-        are on their way together."""
+        """A first look at a fragment, where ``guard`` (Int32) is not zero: give what is awaited together to ``wait``.
+        Several looks are on their way together."""
         at = self.own + self.part + Int64(sender) * self.slot + Int64(fragment) * FRAGMENT_BYTES
         return at, look_at(at, guard)
 
-    def wait(self, looked: tuple[Any, Words]) -> Words:
-        """The payload of a fragment, looked at until it is whole; NaN after a wait that gave up."""
-        at, words = looked
-        if not self.limit:
-            return [word ^ Int32(-1) for word in wait_for(at, words)]
-        words, self.looks = wait_bounded(at, words, self.looks, self.limit)
-        return [select(self.sound, word ^ Int32(-1), Int32(-1)) for word in words]
+    def wait(self, looked: Sequence[tuple[Any, Words]]) -> list[Words]:
+        """The payloads of fragments, looked at together until all are whole; NaN after a wait that gave up."""
+        places, words = [at for at, _ in looked], [word for _, four in looked for word in four]
+        if self.limit:
+            words, self.looks = wait_bounded(places, words, self.looks, self.limit)
+            words = [select(self.sound, word ^ Int32(-1), Int32(-1)) for word in words]
+        else:
+            words = [word ^ Int32(-1) for word in wait_for(places, words)]
+        return [words[i : i + 4] for i in range(0, len(words), 4)]
 
     def report(self, received: Sequence[tuple[Any, Words]], wait: int) -> None:
         """With a limit: the first thread of the rank that misses fragments says which. ``received``: senders and what

@@ -156,7 +156,7 @@ def _route(at: Any, bias: Any, block: Any, thread: Any, shared: Any, where: cutl
     box = Mailbox(at, ranks=p.ranks, slot=p.slot, block=block, limit=p.limit)
     sender, inside = _place_of_logits(thread, p)
     place = sender, token * p.fragments + inside
-    words = box.wait(box.look(*place))
+    (words,) = box.wait([box.look(*place)])
     box.report([(sender, words)], 0)
     cute.arch.sync_warp()
     real = select(thread < p.ranks * p.of_logits, Int32(1), Int32(0))
@@ -175,7 +175,7 @@ def _gather(at: Any, box: Any, block: Any, lane: Any, p: cutlass.Constexpr):
         token, inside = index // each, index % each
         sender, fragment = inside // p.of_latent, inside % p.of_latent
         place = sender, token * p.fragments + p.of_logits + fragment
-        words = wait(look(*place))
+        (words,) = wait([look(*place)])
         report([(sender, words)], 1)
         arm(*place)
         column = sender * p.plain + fragment * 8

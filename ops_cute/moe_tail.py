@@ -24,14 +24,16 @@ rank); weight times norm is rounded to bf16 once; products of bf16 exact, sums f
 Measured in loopback on one H200, TP16, with dependent launch: 1 row 5.9 us, 2 rows 6.4, 8 rows 8.4; the Triton twin
 9.8, 10.9 and 17.0. Compared there on a small model only; at real shapes, and above 8 rows, by the emulator.
 """
+# ruff: noqa: SIM102 - what is known while the kernel is traced stands alone
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch, Link
@@ -55,7 +57,7 @@ from .primitives import (
     store_words,
     unpack,
 )
-from .protocol import PROTOCOL
+from .protocol import FRAGMENT_WORDS, PROTOCOL
 
 WAITS = ("parts of the latent", "parts of the shared columns", "finished columns")
 WHOLE, PUBLISH, MIDDLE, COLLECT = 0, 1, 2, 3
@@ -189,7 +191,7 @@ def _prefetch_weights(at: Addresses, thread: Any, part: Any, cluster: Any, p: St
     for start in range(0, TILE * p.tiles, p.threads):
         output = cluster * p.tiles * TILE + thread + start
         real = (output < p.stripe) & (thread + start < TILE * p.tiles)
-        source = at["weight"] + (Int64(select(real, output, Int32(0))) * p.latent + Int64(part * p.share)) * 2
+        source = at["up"] + (Int64(select(real, output, Int32(0))) * p.latent + Int64(part * p.share)) * 2
         _prefetch(source, 2 * p.share, Int32(real))
 
 
@@ -201,7 +203,7 @@ def _load_weights(at: Addresses, part: Any, cluster: Any, warp: Any, lane: Any, 
     for unit in range(p.units):
         for lower in (0, 8):
             o = select(output + lower < p.stripe, output + lower, Int32(p.stripe - 1))
-            weight += load_words(at["weight"] + (Int64(o) * p.latent + Int64(first + unit * UNIT)) * 2)
+            weight += load_words(at["up"] + (Int64(o) * p.latent + Int64(first + unit * UNIT)) * 2)
         norm += load_words(at["norm"] + Int64(first + unit * UNIT) * 2)
     return weight, norm
 
@@ -274,11 +276,12 @@ def _sum_latent(box: Mailbox, thread: Any, part: Any, rows: Any, p: Static) -> N
             where = row * (p.latent // 8) + part * own + column
             looked.append((thread + start < items * split, half, row * p.pitch + column * 16,
                            [(half * each + i, box.look(half * each + i, where)) for i in range(each)]))
-        for real, half, place, looks in looked:
-            received = [(sender, box.wait(look)) for sender, look in looks]
-            box.report(received, 0)
-            total = unpack(received[0][1])
-            for _, words in received[1:]:
+        came = box.wait([look for *_, looks in looked for _, look in looks])
+        for turn, (real, half, place, looks) in enumerate(looked):
+            received = came[turn * each : (turn + 1) * each]
+            box.report([(sender, words) for (sender, _), words in zip(looks, received, strict=True)], 0)
+            total = unpack(received[0])
+            for words in received[1:]:
                 total = [a + b for a, b in zip(total, unpack(words), strict=True)]
             if split == 2:
                 total = [a + lane_xor(a, 1) for a in total]
@@ -341,8 +344,7 @@ def _add_shared(box: Mailbox, looked: Sequence[Any], lane: Any) -> list[Any]:
     """The sums over ranks of the shared columns of each fragment, four columns a lane: even lanes have the first."""
     half = lane % 2
     found = []
-    for _, _, _, sender, look in looked:
-        words = box.wait(look)
+    for (_, _, _, sender, _), words in zip(looked, box.wait([one[4] for one in looked]), strict=True):
         words = [select(sender == lane, w, Int32(0)) for w in words]
         box.report([(sender, words)], 1)
         parts = unpack(words)
@@ -394,53 +396,52 @@ def _collect(at: Addresses, box: Mailbox, number: Any, p: Static) -> None:
         column = sender * stripe + fragment % stripe
         place = at["g"] + Int64(fragment // stripe) * (2 * p.stride_g) + Int64(column) * 16
         looked.append((real, sender, place, box.look(sender, p.latents + p.stripes + fragment)))
-    for real, sender, place, look in looked:
-        words = box.wait(look)
-        box.report([(sender, words)], 2)
-        store_words(place, words, guard=real)
+    for first in range(0, len(looked), LOOKS):
+        some = looked[first : first + LOOKS]
+        for (real, sender, place, _), words in zip(some, box.wait([look for *_, look in some]), strict=True):
+            box.report([(sender, words)], 2)
+            store_words(place, words, guard=real)
 
 
-@cute.kernel
-def _moe_tail(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
-    start_dependents(p.dependent)
-    thread, _, _ = cute.arch.thread_idx()
-    part, index, cluster = cute.arch.block_idx()
+def open_tail(part: Any, p: Static) -> None:
+    """First thing in a block, by one thread: the barrier that counts what the cluster sends to the block."""
+    mine = Int32(0)
+    for turn in range(p.finishing):
+        mine = mine + select(part + turn * p.cluster < p.rows, Int32(p.partial_bytes), Int32(0))
+    barrier = cute.arch.get_dyn_smem(Int64, 16)
+    cute.arch.mbarrier_init(barrier, 1)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.mbarrier_arrive_and_expect_tx(barrier, mine)
+
+
+def run_tail(at: Addresses, thread: Any, part: Any, cluster: Any, p: Static, *, collect: bool) -> None:
+    """A block's share: parts sent, its columns finished and sent, and with ``collect`` those of all ranks stored.
+    Without it other blocks of the rank read them, and a block counts its epoch once its own are on their way."""
     lane, warp = thread % LANES, thread // LANES
     barrier = cute.arch.get_dyn_smem(Int64, 16)
     base = address(barrier) + HEAD
     rows = base + p.finishing * p.partials
     middle = p.phase in (WHOLE, MIDDLE)
-    at = Addresses(arguments, names, p.columns, index)
     number = (cluster * p.cluster + part) * p.threads + thread
     weight: list[Any] = []
     norm: list[Any] = []
-    if cutlass.const_expr(middle):
-        if thread == 0:
-            mine = Int32(0)
-            for turn in cutlass.range_constexpr(p.finishing):
-                mine = mine + select(part + turn * p.cluster < p.rows, Int32(p.partial_bytes), Int32(0))
-            cute.arch.mbarrier_init(barrier, 1)
-            cute.arch.mbarrier_init_fence()
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, mine)
+    if middle:
         cute.arch.cluster_arrive_relaxed()
-        if cutlass.const_expr(p.early):
+        if p.early:
             weight, norm = _load_weights(at, part, cluster, warp, lane, p)
         else:
             _prefetch_weights(at, thread, part, cluster, p)
-    share, peer = [], None
-    if cutlass.const_expr(middle and not p.multicast):
-        peer = at.peer(select(lane < p.ranks, lane, Int32(0)))
-    if cutlass.const_expr(p.phase in (WHOLE, PUBLISH)):
-        share = _share_of_parts(at, number, 0, p)
+    peer = at.peer(select(lane < p.ranks, lane, Int32(0))) if middle and not p.multicast else None
+    share = _share_of_parts(at, number, 0, p) if p.phase in (WHOLE, PUBLISH) else []
     await_producers(p.dependent)
 
     box = Mailbox(at, ranks=p.ranks, slot=p.slot, block=cluster * p.cluster + part, limit=p.limit,
                   multicast=p.multicast)
-    if cutlass.const_expr(p.phase in (WHOLE, PUBLISH)):
+    if p.phase in (WHOLE, PUBLISH):
         _publish(at, box, number, share, p)
-    if cutlass.const_expr(middle):
+    if middle:
         _arm(box, number, p)
-        if cutlass.const_expr(p.early):
+        if p.early:
             weight = hold_back(weight, box.epoch, box.epochs)
         else:
             weight, norm = _load_weights(at, part, cluster, warp, lane, p)
@@ -451,55 +452,78 @@ def _moe_tail(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
         cute.arch.sync_threads()
         _multiply(weight, rows, base, part, warp, lane, p)
         shared = _add_shared(box, looked, lane)
-        if cutlass.const_expr(p.cluster == 1):
+        if p.cluster == 1:
             cute.arch.sync_threads()
         else:
             cute.arch.mbarrier_wait(barrier, 0)
         cute.arch.cluster_arrive_relaxed()
         _finish(box, peer, looked, shared, base, lane, p)
-    if cutlass.const_expr(p.phase in (WHOLE, COLLECT)):
+    if collect and p.phase in (WHOLE, COLLECT):
         _collect(at, box, number, p)
+    if p.phase == (COLLECT if collect else MIDDLE) or p.phase == WHOLE:
         box.count(Int32(thread == 0))
-    if cutlass.const_expr(middle):
+    if middle:
         cute.arch.cluster_wait()
 
 
-def bind(calls: Sequence[Call], links: Sequence[Link], *, multicast: int = 0) -> Launch:
-    """The launch for the ranks of this process; ``links`` are those of their mailboxes. ``multicast``: the address at
-    which one store reaches the mailboxes of all ranks, where the device has one."""
+@cute.kernel
+def _moe_tail(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
+    start_dependents(p.dependent)
+    thread, _, _ = cute.arch.thread_idx()
+    part, index, cluster = cute.arch.block_idx()
+    at = Addresses(arguments, names, p.columns, index)
+    if cutlass.const_expr(p.phase in (WHOLE, MIDDLE)):
+        if thread == 0:
+            open_tail(part, p)
+    run_tail(at, thread, part, cluster, p, collect=True)
+
+
+def static_of(calls: Sequence[Call], links: Sequence[Link], config: Config, names: Mapping[str, str], *,
+              multicast: bool) -> tuple[Static, list[dict[str, torch.Tensor]]]:
+    """What a kernel with ``run_tail`` is compiled for, and the tensors of each rank by their names in it; ``names``:
+    those of the plan for them. Checks that the plan's shapes and addresses allow it."""
     assert not multicast or len(calls) == 1, "a process with several ranks has no multicast address"
     first = calls[0]
-    config = Config(**first.config)
-    x, other, weight, g = (first.tensors[name] for name in ("x", "other", "weight", "g"))
+    x, other, weight = (first.tensors[names[name]] for name in ("x", "other", "up"))
     rows, latent = x.shape
     stripe = weight.shape[0]
     parities, ranks, slot = first.scratch["mailbox"].shape
     assert parities == PROTOCOL.parities, f"mailbox of {parities} parts"
     assert rows <= MOST_ROWS, f"{rows} rows"
-    assert other.shape == g.shape == (rows, ranks * stripe), f"{other.shape} and {g.shape} for {ranks} x {stripe}"
+    assert other.shape == (rows, ranks * stripe), f"{other.shape} for {ranks} x {stripe}"
     assert weight.is_contiguous(), f"weight {weight.stride()}"
-    assert slot >= 4 * message(rows, latent, stripe), f"slot of {slot} words"
+    assert slot >= FRAGMENT_WORDS * message(rows, latent, stripe), f"slot of {slot} words"
     assert latent % (UNIT * config.cluster * config.parts) == 0, f"latent of {latent} for {config}"
     assert all(len(link.peers) == ranks for link in links), f"links to {[len(k.peers) for k in links]} of {ranks} ranks"
-    named = []
-    for call in calls:
-        own = {name: call.tensors[name] for name in ("x", "other", "norm", "weight", "g")}
-        misaligned = [name for name, tensor in own.items() if tensor.data_ptr() % 16 or row_bytes(tensor) % 16]
+    tensors = [{own: call.tensors[name] for own, name in names.items()} for call in calls]
+    for named in tensors:
+        misaligned = [name for name, tensor in named.items() if tensor.data_ptr() % 16 or row_bytes(tensor) % 16]
         assert not misaligned, f"{misaligned} do not lie on 16 bytes"
-        named.append(own)
-    clusters = tiles(stripe, first.config)
     static = Static(
-        columns=columns_of(tuple(named[0]), ranks), rows=rows, latent=latent, stripe=stripe, ranks=ranks, slot=4 * slot,
-        cluster=config.cluster, tiles=config.tiles, parts=config.parts, early=config.early, clusters=clusters,
-        eps=first.attrs["n"]["eps"],
-        stride_x=row_stride(x), stride_other=row_stride(other), stride_g=row_stride(g), phase=WHOLE,
-        limit=first.wait_limit, dependent=first.dependent_launch, multicast=bool(multicast))
-    blocks = clusters * config.cluster
-    assert blocks * static.threads <= MOST_BLOCKS * 128, f"{blocks} blocks of {static.threads} threads wait together"
-    grid, cluster = (config.cluster, len(calls), clusters), (config.cluster, 1, 1)
-    launch = KernelLaunch(_moe_tail, grid, static.threads, addresses(calls, links, named, multicast), static,
+        columns=(), rows=rows, latent=latent, stripe=stripe, ranks=ranks, slot=4 * slot,
+        cluster=config.cluster, tiles=config.tiles, parts=config.parts, early=config.early,
+        clusters=tiles(stripe, first.config), eps=first.attrs["n"]["eps"], stride_x=row_stride(x),
+        stride_other=row_stride(other), stride_g=0, phase=WHOLE, limit=first.wait_limit,
+        dependent=first.dependent_launch, multicast=multicast)
+    waiting = static.all_threads
+    assert waiting <= MOST_BLOCKS * 128, f"{waiting} threads in blocks of {static.threads} wait together"
+    return static, tensors
+
+
+NAMES = {"x": "x", "other": "other", "norm": "norm", "up": "weight", "g": "g"}
+
+
+def bind(calls: Sequence[Call], links: Sequence[Link], *, multicast: int = 0) -> Launch:
+    """The launch for the ranks of this process; ``links`` are those of their mailboxes. ``multicast``: the address at
+    which one store reaches the mailboxes of all ranks, where the device has one."""
+    x, g, config = calls[0].tensors["x"], calls[0].tensors["g"], Config(**calls[0].config)
+    static, tensors = static_of(calls, links, config, NAMES, multicast=bool(multicast))
+    assert g.shape == calls[0].tensors["other"].shape, f"{g.shape} for {static.ranks} x {static.stripe}"
+    static = replace(static, columns=columns_of(tuple(tensors[0]), static.ranks), stride_g=row_stride(g))
+    grid, cluster = (config.cluster, len(calls), static.clusters), (config.cluster, 1, 1)
+    launch = KernelLaunch(_moe_tail, grid, static.threads, addresses(calls, links, tensors, multicast), static,
                           cluster=cluster, shared=static.shared, dependent=static.dependent)
-    if len(calls) == 1 or fits_at_once(len(calls) * blocks, x.device):
+    if len(calls) == 1 or fits_at_once(len(calls) * static.clusters * config.cluster, x.device):
         return launch
     return LaunchSequence(tuple(replace(launch, parameters=replace(static, phase=phase))
                                 for phase in (PUBLISH, MIDDLE, COLLECT)))

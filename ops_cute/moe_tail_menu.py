@@ -1,7 +1,7 @@
 """Where the tail of a sparse layer fits, its configurations and workspace. No cutlass here."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..compiler.call import Scratch
@@ -15,6 +15,7 @@ COLUMNS = 8  # rows of a step that one product of the matrix units takes
 UNIT = 32  # inputs of the up-projection that a warp takes at once
 MOST_UNITS = 8  # of them whose weights a thread's registers hold
 TILE = 16  # outputs of one product
+CLUSTERS = (8, 4, 2, 1)  # the first that fits
 MOST_BLOCKS = 256  # of 128 threads, that wait for each other: two on each multiprocessor of an H200
 
 
@@ -28,38 +29,45 @@ def tiles(stripe: int, config: Mapping[str, Any]) -> int:
     return -(-stripe // (TILE * config["tiles"]))
 
 
-def _sizes(region: Region) -> tuple[int, int, int, int]:
-    """Rows, latent width, columns of a rank, ranks."""
+def sizes(region: Region, weight: str) -> tuple[int, int, int, int]:
+    """Rows, latent width, columns of a rank, ranks; ``weight`` is the name of the up-projection's in the pattern."""
     rows, latent = region.value("x").shape
-    return rows, latent, region.value("weight").shape[0], int(region.attrs("all_reduce")["ranks"])
+    return rows, latent, region.value(weight).shape[0], int(region.attrs("all_reduce")["ranks"])
 
 
 def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
-    rows, latent, stripe, ranks = _sizes(region)
+    rows, latent, stripe, ranks = sizes(region, "weight")
     return mailbox(ranks, message(rows, latent, stripe), tiles(stripe, config) * config["cluster"])
 
 
-def configs(region: Region) -> list[dict[str, Any]]:
+def fitting(region: Region, weight: str, *, clusters: Sequence[int], each: int) -> list[dict[str, Any]]:
     """``cluster`` blocks split the latent, ``tiles`` times 16 outputs a cluster, ``parts`` warps a tile split the
     latent of a block. ``early``: weights into registers before the wait for the producers, not only into the L2 cache.
+    Of ``clusters`` the first ``each`` that fit.
 
     The first is the fastest in a chain (H200, TP16, 1 and 8 rows: 5.9 and 8.4 us, two tiles 6.5 and 16.4)."""
-    _, latent, stripe, _ = _sizes(region)
+    _, latent, stripe, _ = sizes(region, weight)
     found = []
     for count, parts, early in ((4, 2, True), (4, 2, False), (2, 2, True), (2, 2, False), (2, 1, True), (4, 1, True)):
-        for cluster in (8, 4, 2, 1):
+        taken = 0
+        for cluster in clusters:
             config = {"cluster": cluster, "tiles": count, "parts": parts, "early": early}
             units, left = divmod(latent, UNIT * cluster * parts)
             threads = tiles(stripe, config) * cluster * count * parts * 32
-            if not left and units <= MOST_UNITS and threads <= MOST_BLOCKS * 128:
+            if taken < each and not left and units <= MOST_UNITS and threads <= MOST_BLOCKS * 128:
                 found.append(config)
-                break
+                taken += 1
     return found
 
 
-def _needs(region: Region) -> str | None:
-    _, latent, stripe, ranks = _sizes(region)
-    for name in ("x", "other", "weight", "norm"):
+def configs(region: Region) -> list[dict[str, Any]]:
+    return fitting(region, "weight", clusters=CLUSTERS, each=1)
+
+
+def refusal(region: Region, weight: str, clusters: Sequence[int]) -> str | None:
+    """Why a tail cannot be taken by any of ``clusters``; None when it can."""
+    _, latent, stripe, ranks = sizes(region, weight)
+    for name in ("x", "other", weight, "norm"):
         if region.value(name).dtype != "bf16":
             return f"{name} is {region.value(name).dtype}, the kernel reads bf16"
     if ranks > MOST_RANKS:
@@ -68,9 +76,13 @@ def _needs(region: Region) -> str | None:
         return f"{stripe} columns of a rank, not whole fragments of 8"
     if any(node.attrs.get("dim", 1) != 1 for node in region.nodes):
         return "the kernel splits and joins columns"
-    if not configs(region):
+    if not fitting(region, weight, clusters=clusters, each=1):
         return f"a latent of {latent} and {stripe} columns of a rank: no cluster takes them with {MOST_BLOCKS} blocks"
     return None
+
+
+def _needs(region: Region) -> str | None:
+    return refusal(region, "weight", CLUSTERS)
 
 
 KERNELS: tuple[KernelDef, ...] = (

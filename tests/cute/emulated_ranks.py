@@ -53,23 +53,26 @@ def look_at(at: Any, guard: Any = None) -> list[Any]:
     return words if guard is None else [emulator.select(guard != 0, word, emulator.Int32(1)) for word in words]
 
 
-def wait_for(at: Any, words: Sequence[Any]) -> list[Any]:
-    words, late = _look_again(at, words)
+def wait_for(places: Sequence[Any], words: Sequence[Any]) -> list[Any]:
+    words, late = _look_again(places, words)
     assert not late.any(), f"{late.sum()} words are waited for, and nobody is left to send them"
     return words
 
 
-def wait_bounded(at: Any, words: Sequence[Any], looks: Any, limit: int) -> tuple[list[Any], Any]:
-    words, late = _look_again(at, words)
+def wait_bounded(places: Sequence[Any], words: Sequence[Any], looks: Any, limit: int) -> tuple[list[Any], Any]:
+    words, late = _look_again(places, words)
     return words, emulator.Int32(np.where(late.any(0), limit, looks.a))
 
 
-def _look_again(at: Any, words: Sequence[Any]) -> tuple[list[Any], np.ndarray]:
-    """The words once more where one is zero, and which still are."""
-    waits = np.any([word.a == 0 for word in words], axis=0) & emulator._now[-1].active
-    again = emulator.load_words(at, guard=emulator.Int32(waits))
-    words = [emulator.select(emulator.Boolean(waits), new, old) for new, old in zip(again, words, strict=True)]
-    return words, np.stack([word.a == 0 for word in words]) & waits
+def _look_again(places: Sequence[Any], words: Sequence[Any]) -> tuple[list[Any], np.ndarray]:
+    """The words once more where one of a place is zero, and which still are."""
+    found, late = [], []
+    for at, four in zip(places, zip(*[iter(words)] * 4, strict=True), strict=True):
+        waits = np.any([word.a == 0 for word in four], axis=0) & emulator._now[-1].active
+        again = emulator.load_words(at, guard=emulator.Int32(waits))
+        found += [emulator.select(emulator.Boolean(waits), new, old) for new, old in zip(again, four, strict=True)]
+        late += [(word.a == 0) & waits for word in found[-4:]]
+    return found, np.stack(late)
 
 
 def store_report(at: Any, values: Sequence[Any], missing: Any) -> None:
@@ -99,7 +102,7 @@ def _expect(barrier: Any, count: Any) -> None:
 
 def load(module: types.ModuleType) -> types.ModuleType:
     """A kernel module, its mailbox and what it shares with its kin, as functions over the emulator's numbers."""
-    from k3plan.ops_cute import all_reduce_attn_res, launching, mailbox, primitives
+    from k3plan.ops_cute import all_reduce_attn_res, launching, mailbox, moe_tail, primitives
 
     fakes: dict[str, Any] = emulator._stand_ins()
     fakes["cutlass.cute"].arch.mbarrier_arrive_and_expect_tx = _expect
@@ -113,11 +116,11 @@ def load(module: types.ModuleType) -> types.ModuleType:
     for function in MAILBOX:
         setattr(boxes, function.__name__, function)
     fakes[mailbox.__name__] = boxes
-    fakes[all_reduce_attn_res.__name__] = emulator._execute(all_reduce_attn_res, fakes)
-    made = emulator._execute(module, fakes)
-    if hasattr(made, "_times"):
-        made._times = _times
-        made._prefetch = lambda at, count, guard: None
+    for each in (all_reduce_attn_res, moe_tail, module):
+        made = fakes[each.__name__] = emulator._execute(each, fakes)
+        if hasattr(made, "_times"):
+            made._times = _times
+            made._prefetch = lambda at, count, guard: None
     return made
 
 

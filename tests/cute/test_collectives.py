@@ -25,7 +25,7 @@ from k3plan.graphs.launch import allocate, arguments_of, default_config, make_ca
 from k3plan.ops_cute.kernels import KERNELS as MENU
 from k3plan.ops_cute.protocol import FRAGMENT_WORDS, PROTOCOL, read_health
 
-MODULES = ("all_reduce_attn_res", "all_reduce_o_proj", "moe_tail")
+MODULES = ("all_reduce_attn_res", "all_reduce_o_proj", "moe_tail", "moe_tail_attn_res")
 KERNELS = tuple(k for k in MENU if k.entry.partition(":")[0].rpartition(".")[2] in MODULES)
 SMALL = [(tp, rows) for tp, rows in ((2, 1), (4, 3), (2, 8), (4, 12), (4, 20))]
 # one rank that hears itself: 112 and more blocks each
