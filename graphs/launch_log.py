@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,13 +28,20 @@ def logged(executable: Executable) -> Executable:
     # kept open as long as the process lives; every line is written at once
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     plan = executable.plan
-    launches = [[x.id, x.layer, plan.choice(x).kernel, list(plan.choice(x).ops)] for x in plan.launches]
-    os.write(file, (json.dumps({"plan": plan.key, "pid": os.getpid(), "launches": launches}) + "\n").encode())
     ends = [*executable.first[1:], len(executable.steps)]
+    launches = [[x.id, x.layer, plan.choice(x).kernel, list(plan.choice(x).ops), functions(executable.steps[a:b])]
+                for x, a, b in zip(plan.launches, executable.first, ends, strict=True)]
+    os.write(file, (json.dumps({"plan": plan.key, "pid": os.getpid(), "launches": launches}) + "\n").encode())
     steps = []
     for number, (start, end) in enumerate(zip(executable.first, ends, strict=True)):
         steps += [partial(_logged, file, plan.key, number, step) for step in executable.steps[start:end]]
     return replace(executable, steps=tuple(steps))
+
+
+def functions(steps: Iterable[Any]) -> list[str]:
+    """Names of the kernels of one launch on the device; "" for one whose name only its binary tells."""
+    single = [one for step in steps for one in getattr(step, "launches", (step,))]
+    return [one.kernel.__name__ if hasattr(one, "num_warps") else "" for one in single]
 
 
 def _logged(file: int, plan: str, number: int, step: Callable[[], None]) -> None:
@@ -45,6 +52,8 @@ def _logged(file: int, plan: str, number: int, step: Callable[[], None]) -> None
     os.write(file, f'{{{who}, "start": {number}}}\n'.encode())
     step()
     if on_gpu:
+        torch.cuda.synchronize()
+        # a wait may return while the driver still writes the dump of a fault (driver 580); the next call has its error
         torch.cuda.synchronize()
     os.write(file, f'{{{who}, "end": {number}}}\n'.encode())
     return None

@@ -128,6 +128,13 @@ def beginning(executable: Executable, count: int) -> Executable:
                    steps=executable.steps[: executable.first[count]], first=executable.first[:count])
 
 
+def only(executable: Executable, number: int) -> Executable:
+    """One launch of a bound step."""
+    ends = (*executable.first[1:], len(executable.steps))
+    return replace(executable, plan=replace(executable.plan, launches=(executable.plan.launches[number],)),
+                   steps=executable.steps[executable.first[number] : ends[number]], first=(0,))
+
+
 def wait_for(executable: Executable) -> None:
     """Until the device has done everything."""
     if executable.ranks[0].arena.device.type == "cuda":

@@ -63,7 +63,7 @@ class Log:
     """The launch log: the plans that were bound, and the launches (plan, number) that began and never ended, the last
     one last. Several processes may write one log."""
 
-    plans: Mapping[str, Sequence[Sequence[Any]]]  # key -> (id, layer, kernel, ops) of each launch
+    plans: Mapping[str, Sequence[Sequence[Any]]]  # key -> (id, layer, kernel, ops, functions) of each launch
     open: tuple[tuple[str, int], ...]
 
 
@@ -181,10 +181,9 @@ class _Place:
     def of(cls, log: Log, fault: Fault | None, capture: tuple[Record, LaunchPlan] | None) -> _Place:
         """From the launch that the log left open, else from the kernel's function and grid in a recorded capture."""
         if log.open:
-            key, number = log.open[-1]
-            name, layer, kernel, ops = log.plans[key][number]
-            # a store to nowhere may fault after its kernel has ended
-            which = ", the launch that never ended" + ("" if fault and fault.function else ", or one shortly before it")
+            key, last = log.open[-1]
+            number, which = _launch_of(log.plans[key], last, fault.function if fault else "")
+            name, layer, kernel, ops, *_ = log.plans[key][number]
             return cls(name, layer, kernel, tuple(ops), key, which)
         if fault is None or not fault.function or capture is None:
             return cls(which=", in none of the logged launches" if log.plans else "")
@@ -208,6 +207,20 @@ class _Place:
         found = find(code, text)
         where = f"{' + '.join(self.ops)}, plan {self.plan}" if self.launch else None
         return Finding(found.code, found.severity, self.launch, self.layer, where, found.text, found.fix)
+
+
+def _launch_of(launches: Sequence[Sequence[Any]], last: int, function: str) -> tuple[int, str]:
+    """The launch of a fault, and how sure that is: ``last``, which never ended, or the nearest before it that has the
+    ``function`` of the dump. A store to nowhere may fault after its kernel has ended."""
+    if not function:
+        return last, ", the launch that never ended, or one shortly before it"
+    own = [set(launch[4]) if len(launch) > 4 else {""} for launch in launches]
+    if function in own[last] or "" in own[last]:
+        return last, ", the launch that never ended"
+    earlier = next((n for n in range(last - 1, -1, -1) if function in own[n]), None)
+    if earlier is not None:
+        return earlier, ", which ended before its fault was known"
+    return last, ", a kernel that no launch of the plan has: what else ran at this launch or shortly before it"
 
 
 def _cuda_error(output: Sequence[str]) -> CudaCode | None:

@@ -17,7 +17,19 @@ from k3plan.graphs.debug.record import Bucket, Machine, Node, Record
 FAULTY = str(Path(__file__).with_name("faulty.py"))
 LAUNCH = "L0.attn.o_proj"
 
-# cuda-gdb's two ways to show a frame, after public reports of its users; not a recording
+# what cuda-gdb 13.0 said of two dumps of an H200 (driver 580)
+RECORDED = """Opening GPU coredump: /tmp/tmpecn5ei1z/core.4966
+[Current focus set to CUDA kernel 1, grid 100, block (4,1,1), thread (96,0,0), device 0, sm 0, warp 12, lane 0]
+
+CUDA Exception: Warp Illegal Address
+The exception was triggered at PC 0x7f681b7b4af0  _decode  (kda_decode.py:141)
+#0  0x00007f681b7b4f10 in _decode<<<(8,16,2),(128,1,1)>>> () at /tmp/pkg/k3plan/ops_triton/kda_decode.py:92
+92	    return tl.where(slot >= 0, loaded, 0.0)
+  Kernel Parent Dev Grid Status                             SMs Mask   GridDim  BlockDim Invocation       
+*      1      -   0  100 Active 0x0fffffffffffffffffffffffffffffffff  (8,16,2) (128,1,1) _decode()        
+       0      -   0  101 Active 0x0ffffff55555555555555fffffffffffff (128,1,1)  (32,1,1) _skinny_linear() 
+"""
+# its other ways to show a frame, after public reports of its users; not a recording
 WITH_GRID = """Opening GPU coredump: core.123
 [Current focus set to CUDA kernel 0, grid 9, block (2,0,0), thread (0,0,0), device 0, sm 4, warp 0, lane 0]
 CUDA Exception: Warp Illegal Address
@@ -85,6 +97,10 @@ def test_what_cuda_gdb_says() -> None:
         Fault("_read_far_away", (3, 1, 1), (128, 1, 1), "Warp Illegal Address"),
         Fault("_attend", (64, 1, 1), (32, 1, 1)),
     ]
+    assert parse(RECORDED) == [
+        Fault("_decode", (8, 16, 2), (128, 1, 1), "Warp Illegal Address"),
+        Fault("_skinny_linear", (128, 1, 1), (32, 1, 1)),
+    ]
     assert parse(WITH_LINE) == [Fault("_attend", (0, 0, 0), (0, 0, 0), "Warp Invalid Address Space")]
     assert parse("CUDA Exception: Device Illegal Address\n") == [
         Fault("", (0, 0, 0), (0, 0, 0), "Device Illegal Address")]
@@ -107,6 +123,23 @@ def test_a_replay_is_told_by_kernel_and_grid() -> None:
     fault = Fault("_linear", (4, 1, 1), (128, 1, 1), "Warp Illegal Address")
     found = explain_end(1, 30.0, [], [fault], Log({}, ()), (record, plan))
     assert [(f.code, f.launch, f.layer) for f in found] == [("CG-071", LAUNCH, 0)]
+
+
+@pytest.mark.parametrize(("function", "launch", "words"), [
+    ("_attn_res", "L0.mlp.h+1", "the launch that never ended"),
+    ("_skinny_linear", "L0.attn.o_proj", "which ended before its fault was known"),
+    ("_other", "L0.mlp.h+1", "a kernel that no launch of the plan has"),
+    ("", "L0.mlp.h+1", "or one shortly before it"),
+])
+def test_a_fault_that_is_known_late(function: str, launch: str, words: str) -> None:
+    """On an H200 a wait returned while the driver still wrote the dump, and the next launch had the error."""
+    launches = [["L0.attn.in_proj", 0, "k", ["linear"], ["_skinny_linear"]],
+                ["L0.attn.o_proj", 0, "k", ["linear"], ["_skinny_linear"]],
+                ["L0.mlp.h+1", 0, "k", ["attn_res"], ["_attn_res"]]]
+    fault = Fault(function, (3, 1, 1), (128, 1, 1), "Warp Illegal Address")
+    (found,) = explain_end(1, 30.0, [], [fault], Log({"p": launches}, (("p", 2),)))
+    assert (found.code, found.launch) == ("CG-071", launch)
+    assert words in found.text
 
 
 def test_a_hang_in_a_collective() -> None:

@@ -19,6 +19,7 @@ from k3plan.graphs.debug.verify import BOUND_AGAIN, verify
 from k3plan.graphs.random_weights import RandomSource
 
 LAUNCH = "L0.attn.o_proj"
+BEFORE = "L0.attn.h"
 REPLAYING = [False]
 Step = Callable[[], None]
 
@@ -131,6 +132,22 @@ def test_20_a_launch_that_a_replay_leaves_out(step: Executable) -> None:
     found = verify(broken, capture_step=emulated, reference=False)
     assert [(f.code, f.launch) for f in found.findings] == [("CG-020", LAUNCH)]
     assert found.variants == {BOUND_AGAIN: True}
+
+
+def test_20_over_what_another_launch_leaves_there(step: Executable) -> None:
+    """Its output lies where an earlier launch had something else in each run: that is not the launch's doing."""
+    output, runs = step.ranks[0].tensors[LAUNCH], [0]
+
+    def leave(own: Step) -> Step:
+        def run() -> None:
+            own()
+            runs[0] += 1
+            output.fill_(float(runs[0]))
+        return run
+
+    broken = with_step(with_step(step, BEFORE, leave), LAUNCH, lambda own: lambda: None if REPLAYING[0] else own())
+    found = verify(broken, capture_step=emulated, reference=False)
+    assert [(f.code, f.launch) for f in found.findings] == [("CG-020", LAUNCH)]
 
 
 def test_a_step_that_is_not_deterministic(step: Executable) -> None:
