@@ -100,7 +100,8 @@ class Static:
         sizes = {
             "ring": self.slots * self.slot_bytes, "partials": 2 * PARTIALS, "full": 8 * self.slots,
             "empty": 8 * self.slots, "partials_full": 16, "partials_empty": 16, "keys": 8 * 32 * self.keys,
-            "scores": 4 * 32 * self.keys, "best": 8 * 32, "tops": 8 * 32 * self.routers, "found": 4,
+            "scores": 4 * 32 * self.keys, "best": 4 * 32, "best_scores": 4 * 32,
+            "tops": 8 * 32 * self.routers, "found": 4,
         }
         found, at = {}, 0
         for name, size in sizes.items():

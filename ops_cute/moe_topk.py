@@ -17,31 +17,32 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from .moe_parts import add_shared, load_word, store_word
-from .primitives import WARP, lane_xor, load_shared, ptx, select, store_shared, store_words, sum_lanes
+from .primitives import WARP, lane_xor, load_shared, ptx, select, store_shared, store_words, total
 
 LOWEST = -(2**31)  # behind the order of -inf
 LAST_NUMBER = -3.4028234663852886e38
 MINUS_INFINITY = float("-inf")
 SIGN = 0x7FFFFFFF
 CHOOSING = 2  # named barrier of the warps that choose
-AT_ONCE = 16  # candidates that a thread compares its own with before it looks whether there are more
+ROUNDING = 12582912.0  # 1.5 * 2^23
+SHARED_RANK = 4  # lanes that share the ranking of a candidate, where several warps choose
+AT_ONCE = 8  # candidates that each of them compares it with before it looks whether there are more
 
 
 def exact_exp(x: Any) -> Any:
     """e^x within an ulp: x = n ln 2 + r, |r| <= ln 2 / 2, a polynomial of r, and the scale in two halves."""
     x = cute.arch.fmin(cute.arch.fmax(x, Float32(-104.0)), Float32(90.0))
-    # adding and taking away 1.5 * 2^23 rounds to an integer
-    n = ptx("{ .reg .f32 t; fma.rn.f32 t, $1, 0f3FB8AA3B, 0f4B400000; sub.rn.f32 $0, t, 0f4B400000; }", [Float32], [x],
-            pure=True)
+    # adding 1.5 * 2^23 rounds to an integer, which then is the lower bits
+    shifted = _fma(x, Float32(1.4426950408889634), Float32(ROUNDING))
+    n, whole = shifted - ROUNDING, shifted.bitcast(Int32) - Float32(ROUNDING).bitcast(Int32)
     r = ptx("{ .reg .f32 t; fma.rn.f32 t, $1, 0fBF317200, $2; fma.rn.f32 $0, $1, 0fB5BFBE8E, t; }", [Float32], [n, x],
             pure=True)
-    total = Float32(1.0 / 5040.0)
+    series = Float32(1.0 / 5040.0)
     for coefficient in (720.0, 120.0, 24.0, 6.0, 2.0):
-        total = _fma(total, r, Float32(1.0 / coefficient))
-    total = _fma(r * r, total, r) + 1.0
-    whole = n.to(Int32)
+        series = _fma(series, r, Float32(1.0 / coefficient))
+    series = _fma(r * r, series, r) + 1.0
     half = whole >> 1
-    return total * _power(half) * _power(whole - half)
+    return series * _power(half) * _power(whole - half)
 
 
 def _fma(a: Any, b: Any, c: Any) -> Any:
@@ -57,9 +58,16 @@ def divide(a: Any, b: Any) -> Any:
     return ptx("div.rn.f32 $0, $1, $2;", [Float32], [a, b], pure=True)
 
 
+def inverse(x: Any) -> Any:
+    """1 / x of x >= 1 within an ulp, and without the branches of a division: one step from the approximation, which
+    must do where its residue would be lost."""
+    return ptx("""{ .reg .f32 y, e; .reg .pred p; rcp.approx.f32 y, $1; neg.f32 e, $1; fma.rn.f32 e, e, y, 0f3F800000;
+        setp.lt.f32 p, $1, 0f7E000000; mov.f32 $0, y; @p fma.rn.f32 $0, y, e, y; }""", [Float32], [x], pure=True)
+
+
 def score_of(logit: Any) -> Any:
     """Sigmoid; 0 for NaN."""
-    score = divide(Float32(1.0), exact_exp(-logit) + 1.0)
+    score = inverse(exact_exp(-logit) + 1.0)
     return select(logit == logit, score, Float32(0.0))
 
 
@@ -124,11 +132,13 @@ def _bound(largest: Any, top_k: int) -> Any:
 
 
 def clear_keys(thread: Any, guard: Any, shared: Any, where: Any, p: Any) -> None:
-    """Before ``choose``, by its threads (``guard`` 1): keys behind every other where no candidate will be."""
+    """Before ``choose``, by its threads (``guard`` 1): keys behind every other where no candidate will be, and zeros
+    where no score will."""
     none = [Int32(0).bitcast(Float32), Int32(LOWEST).bitcast(Float32)]
     for start in range(0, 16 * p.keys, WARP * p.routers):
         inside = thread + start
         store_shared(shared + where["keys"] + inside * 16, none * 2, guard=_flag(inside < 16 * p.keys) & guard)
+    store_word(shared + where["best_scores"] + thread * 4, Int32(0), _flag(thread < WARP) & guard)
     store_word(shared + where["found"], Int32(0), _flag(thread == 0) & guard)
 
 
@@ -177,26 +187,40 @@ def choose(logits: Any, bias: Any, experts: Any, real: Any, thread: Any, shared:
         store_shared(shared + where["scores"] + place * 4, [kept], guard=reach[i])
         place = place + reach[i]
     _meet(p)
-    found = load_word(shared + where["found"])
-    for mine in cutlass.range(thread, found, WARP * p.routers, unroll=1):
-        low, high = (half.bitcast(Int32) for half in load_shared(shared + where["keys"] + mine * 8, 2))
-        key = _whole(low, high)
-        rank = Int32(0)
-        for first in cutlass.range(0, found, AT_ONCE, unroll=1):
-            at = shared + where["keys"] + first * 8
-            for pair in cutlass.range_constexpr(AT_ONCE // 2):
-                for other in _keys_at(at + pair * 16):
-                    rank = rank + _flag(other > key)
-        both = [(SIGN - low).bitcast(Float32), load_shared(shared + where["scores"] + mine * 4)]
-        store_shared(shared + where["best"] + rank * 8, both, guard=_flag(rank < p.top_k))
+    _rank(load_word(shared + where["found"]), thread, shared, where, p)
     _meet(p)
     if thread < WARP:
         chosen = _flag(thread < p.top_k)
-        best = load_shared(shared + where["best"] + thread * 8, 2)
-        score = score_of(best[1]) if p.routers == 1 else best[1]
-        score = select(chosen == 1, score, Float32(0.0))
-        weight = score
+        weight = load_shared(shared + where["best_scores"] + thread * 4)
         if cutlass.const_expr(p.renormalize):
-            weight = divide(score, sum_lanes(score) + 1e-20)
-        store_words(ids + Int64(thread) * 4, [best[0].bitcast(Int32)], guard=chosen)
+            every = [load_shared(shared + where["best_scores"] + 4 * i, 4) for i in range(0, p.top_k, 4)]
+            weight = divide(weight, total([score for four in every for score in four]) + 1e-20)
+        store_words(ids + Int64(thread) * 4, [load_word(shared + where["best"] + thread * 4)], guard=chosen)
         store_words(weights + Int64(thread) * 4, [(weight * p.scaling).bitcast(Int32)], guard=chosen)
+
+
+@cute.jit
+def _rank(found: Any, thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """Stores the ids and scores of the best candidates at their ranks. ``found`` is the same in all threads."""
+    lanes = 1 if p.routers == 1 else SHARED_RANK
+    for start in cutlass.range(0, found, WARP * p.routers // lanes, unroll=1):
+        mine = start + thread // lanes
+        real = _flag(mine < found)
+        mine = cutlass.min(mine, found - 1)
+        low, high = (half.bitcast(Int32) for half in load_shared(shared + where["keys"] + mine * 8, 2))
+        key = _whole(low, high)
+        rank = Int32(0)
+        for first in cutlass.range(0, found, AT_ONCE * lanes, unroll=1):
+            at = shared + where["keys"] + (first + thread % lanes * AT_ONCE) * 8
+            for pair in cutlass.range_constexpr(AT_ONCE // 2):
+                for other in _keys_at(at + pair * 16):
+                    rank = rank + _flag(other > key)
+        if cutlass.const_expr(lanes > 1):
+            rank = rank + lane_xor(rank, 1)
+            rank = rank + lane_xor(rank, 2)
+        score = load_shared(shared + where["scores"] + mine * 4)
+        if cutlass.const_expr(p.routers == 1):
+            score = score_of(score)
+        best = real & _flag(rank < p.top_k) & _flag(thread % lanes == 0)
+        store_word(shared + where["best"] + rank * 4, SIGN - low, best)
+        store_shared(shared + where["best_scores"] + rank * 4, [score], guard=best)

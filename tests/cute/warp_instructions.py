@@ -308,6 +308,9 @@ def reciprocal(x: Any) -> Any:
     return divide(Float32(1.0), x)
 
 
+inverse = reciprocal
+
+
 def round_to_e4m3(values: Sequence[Any], largest: Any) -> list[Any]:
     mantissa, exponent = np.frexp(largest.a)
     exponent = np.where(largest.a > 0, exponent - 9 + (mantissa > 0.875), 0).astype(np.float32)
