@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lane_numbers import Number, number_types
 
 SHARED_BITS = 18  # of an address in the cluster's shared memory; the block's number is above
 GAP = 4096  # bytes between tensors that nobody may touch
@@ -68,81 +69,8 @@ class Grid:
 
 
 _now: list[Grid] = []
-
-
-class Number:
-    """A value of every thread."""
-
-    dtype: Any = None
-
-    def __init__(self, value: Any) -> None:
-        value = value.a if isinstance(value, Number) else value
-        with np.errstate(over="ignore", invalid="ignore"):
-            self.a = np.broadcast_to(np.asarray(value).astype(self.dtype), _now[-1].thread.shape)
-
-    def _with(self, other: Any, operation: Any) -> Any:
-        ranks = [Boolean, Int32, Uint32, Int64, Float32]
-        kind = type(self)
-        if isinstance(other, Number):
-            kind = max(type(self), type(other), key=ranks.index)
-        elif isinstance(other, float):
-            kind = Float32
-        elif kind is Boolean:
-            kind = Int32
-        with np.errstate(all="ignore"):
-            result = operation(self.a.astype(kind.dtype), kind(other).a)
-        return Boolean(result) if result.dtype == bool else kind(result)
-
-    def bitcast(self, kind: Any) -> Any:
-        return kind(np.ascontiguousarray(self.a).view(kind.dtype))
-
-    def __neg__(self) -> Any:
-        return type(self)(-self.a)
-
-    def __radd__(self, other: Any) -> Any:
-        return self + other
-
-    def __rmul__(self, other: Any) -> Any:
-        return self * other
-
-    def __rsub__(self, other: Any) -> Any:
-        return -self + other
-
-    def __bool__(self) -> bool:
-        raise AssertionError("a branch on a value of the threads outside a kernel")
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-for _name, _operation in {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "floordiv": np.floor_divide, "mod": np.mod,
-    "truediv": np.divide, "lshift": np.left_shift, "rshift": np.right_shift, "and": np.bitwise_and,
-    "or": np.bitwise_or, "xor": np.bitwise_xor, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-    "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
-}.items():
-    setattr(Number, f"__{_name}__", lambda self, other, operation=_operation: self._with(other, operation))
-
-
-class Boolean(Number):
-    dtype = np.bool_
-
-
-class Int32(Number):
-    dtype = np.int32
-
-
-class Uint32(Number):
-    dtype = np.uint32
-
-
-class Int64(Number):
-    dtype = np.int64
-
-
-class Float32(Number):
-    dtype = np.float32
-
-
+_types = number_types(lambda: _now[-1].thread.shape)
+Boolean, Int32, Uint32, Int64, Float32 = _types.ranks
 
 
 class Pointer:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lane_numbers import Number, number_types
 
 LANES = np.arange(32)
 GAP = 4096  # bytes between tensors that nobody may touch
@@ -182,87 +183,9 @@ def wait_until(ready: Callable[[], bool]) -> None:
 
 # values
 
-
-class Number:
-    """A value of 32 lanes."""
-
-    dtype: Any = None
-
-    def __init__(self, value: Any) -> None:
-        value = value.a if isinstance(value, Number) else value
-        with np.errstate(all="ignore"):
-            self.a = np.broadcast_to(np.asarray(value).astype(self.dtype), (32,))
-
-    def _with(self, other: Any, operation: Any) -> Any:
-        kind = type(self)
-        if isinstance(other, Number):
-            kind = max(type(self), type(other), key=RANKS.index)
-        elif isinstance(other, float):
-            kind = Float32
-        elif kind is Boolean and not isinstance(other, bool):
-            kind = Int32
-        right = other if isinstance(other, Number) else kind(other)
-        with np.errstate(all="ignore"):
-            result = operation(self.a.astype(kind.dtype), right.a.astype(kind.dtype))
-        return Boolean(result) if result.dtype == bool else kind(result)
-
-    def bitcast(self, kind: Any) -> Any:
-        return kind(np.ascontiguousarray(self.a).view(kind.dtype))
-
-    def to(self, kind: Any) -> Any:
-        return kind(self)
-
-    def __neg__(self) -> Any:
-        return type(self)(-self.a)
-
-    def __invert__(self) -> Any:
-        return type(self)(~self.a)
-
-    def __radd__(self, other: Any) -> Any:
-        return self + other
-
-    def __rmul__(self, other: Any) -> Any:
-        return self * other
-
-    def __rsub__(self, other: Any) -> Any:
-        return -self + other
-
-    def __bool__(self) -> bool:
-        raise AssertionError("a branch on a value of the lanes outside a kernel")
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-for _name, _operation in {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "floordiv": np.floor_divide, "mod": np.mod,
-    "lshift": np.left_shift, "rshift": np.right_shift, "and": np.bitwise_and, "or": np.bitwise_or,
-    "xor": np.bitwise_xor, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "eq": np.equal, "ne": np.not_equal,
-}.items():
-    setattr(Number, f"__{_name}__", lambda self, other, operation=_operation: self._with(other, operation))
-
-
-class Boolean(Number):
-    dtype = np.bool_
-
-
-class Int32(Number):
-    dtype = np.int32
-
-
-class Uint32(Number):
-    dtype = np.uint32
-
-
-class Int64(Number):
-    dtype = np.int64
-
-
-class Float32(Number):
-    dtype = np.float32
-
-
-RANKS = [Boolean, Int32, Uint32, Int64, Float32]
+_types = number_types(lambda: LANES.shape)
+RANKS = _types.ranks
+Boolean, Int32, Uint32, Int64, Float32 = RANKS
 
 
 class Pointer:
