@@ -162,7 +162,7 @@ def bind_apart(group: Group) -> list[Callable[[], None]]:
     return [bind([call], [link]) for call, link in zip(group.calls, links_of(group), strict=True)]
 
 
-def launch_apart(group: Group, launches: Sequence[Callable[[], None]], late: Mapping[int, int]) -> None:
+def launch_apart(launches: Sequence[Callable[[], None]], late: Mapping[int, int]) -> None:
     """Launches each rank on its stream; ``late`` are cycles that a rank sleeps before."""
     here, streams = torch.cuda.current_stream(), _streams(len(launches))
     for rank, (stream, launch) in enumerate(zip(streams, launches, strict=True)):
@@ -246,7 +246,7 @@ def check_replays(region: Region, setting: kernel_check.Setting, *, replays: int
     launches = bind_apart(group)
     inputs = [make_inputs(region, setting, seed, "cuda") for seed in range(seeds)]
     group.write(inputs[0])
-    launch_apart(group, launches, {})  # compiles
+    launch_apart(launches, {})  # compiles
     torch.cuda.synchronize()
     graphs = [torch.cuda.CUDAGraph() for _ in launches]
     for graph, launch in zip(graphs, launches, strict=True):
@@ -260,7 +260,7 @@ def check_replays(region: Region, setting: kernel_check.Setting, *, replays: int
         group.poison()
         late = {rank: int(torch.randint(1, 200_000, (), generator=delays)) for rank in range(setting.tp)
                 if torch.rand((), generator=delays) < 0.3}
-        launch_apart(group, [graph.replay for graph in graphs], late)
+        launch_apart([graph.replay for graph in graphs], late)
         torch.cuda.synchronize()
         if seed not in known:
             compare(group, inputs[seed], f"{name_of(region)}, replay {replay}")

@@ -255,11 +255,18 @@ def test_replays_with_late_ranks(kernel: str, device: str) -> None:
     cc.check_replays(region, setting)
 
 
+# kernel, ranks, rows, hops; as many ranks as fit the GPU at once with their rows
+LATE = [("all_reduce_add_attn_res", 4, 1, 1), ("all_reduce_add_attn_res", 8, 1, 1),
+        ("all_reduce_add_attn_res", 4, 2, 2),
+        ("linear_all_reduce_add_attn_res", 4, 1, 1), ("linear_all_reduce_add_attn_res", 4, 2, 1)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("tp", [4, 8])
-def test_replays_at_real_shapes(tp: int, device: str) -> None:
-    region = cc.real_regions([k for k in KERNELS if k.id == "cute.all_reduce_add_attn_res"], tp, 1)[-1]
-    cc.check_replays(region, cc.setting_of(region, tp))
+@pytest.mark.parametrize(("kernel", "tp", "rows", "shots"), LATE)
+def test_replays_at_real_shapes(kernel: str, tp: int, rows: int, shots: int, device: str) -> None:
+    region = cc.real_regions([k for k in KERNELS if k.id == f"cute.{kernel}"], tp, rows)[-1]
+    config = next(c for c in region.kernel.configs(region) if c.get("shots", 1) == shots)
+    cc.check_replays(region, cc.setting_of(region, tp), config=config)
 
 
 @pytest.mark.gpu
