@@ -143,12 +143,11 @@ def stripe_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scrat
 
 
 def stripe_configs(region: Region) -> list[dict[str, Any]]:
-    """A block holds ``rows`` rows of the weight, or, above 4 step rows, walks along them with ``block`` at a time."""
+    """A block holds ``rows`` rows of the weight, or walks along them with ``block`` elements of each at a time."""
     held = [{"rows": r, "warps": w} for r, w in ((4, 8), (4, 4), (8, 8), (2, 4))]
-    if region.value("out").shape[0] <= 4:
-        return held
     walked = [{"rows": r, "warps": 4, "block": b, "stages": s} for r, b, s in ((32, 128, 4), (16, 256, 3), (32, 64, 6))]
-    return walked if region.value("weight").shape[0] > HELD_COLUMNS else held + walked
+    wide, few = region.value("weight").shape[0] > HELD_COLUMNS, region.value("out").shape[0] <= 4
+    return held if few and not wide else walked if wide and not few else held + walked
 
 
 def _needs_stripe(region: Region) -> str | None:

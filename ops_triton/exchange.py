@@ -214,7 +214,10 @@ def make_pair(low, high):
 
 
 def polled(words: int, warps: int, ranks: int = 2) -> int:
-    """Words of a tile that ``receive`` waits for, a power of two: ``words``, and one for each thread at least."""
+    """Words of a tile that ``receive`` waits for, a power of two: ``words``, and one for each thread at least.
+
+    For warps of 32 threads. With 64, as gfx950 has, tiles would have to be twice as large; nothing of this ran there.
+    """
     senders = 1 if ranks == 2 else triton.next_power_of_2(ranks)
     return max(triton.next_power_of_2(words), 32 * warps // senders)
 
