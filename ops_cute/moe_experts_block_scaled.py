@@ -425,8 +425,8 @@ def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Conste
             init_barrier(shared + where["full"] + 8 * slot, 32)
             init_barrier(shared + where["empty"] + 8 * slot, EXPANDERS)
         for stage in cutlass.range_constexpr(STAGES):
-            # all threads of a team, and of the warp that stages
-            init_barrier(shared + where["stage_full"] + 8 * stage, LANES + 32)
+            # all threads of a team, and of the stagers
+            init_barrier(shared + where["stage_full"] + 8 * stage, LANES + 32 * STAGERS)
             init_barrier(shared + where["stage_empty"] + 8 * stage, 1)
             init_barrier(shared + where["sums_full"] + 8 * stage, 1)
             init_barrier(shared + where["sums_empty"] + 8 * stage, 32 * FINISHERS)

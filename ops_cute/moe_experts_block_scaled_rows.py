@@ -21,7 +21,7 @@ from .mxfp8 import LEAST, LOW_SHIFT, scale_byte, terms_of
 from .primitives import lane_xor, load_words, maximum, select, unpack
 from .tensor_memory import fence_shared, store_many
 
-AHEAD = 4  # loads of 16 bytes that a lane has under way
+AHEAD = 4  # loads of 16 bytes that a lane has under way, of activations for each term
 
 
 def _rounded(words: Any, p: Static) -> tuple[list[list[Any]], Any]:
@@ -79,19 +79,45 @@ def stage_rows(at: Any, count: Any, block: Any, own: Any, lane: Any, shared: Any
                         _store_scales(scales, row, padded, piece >> 2, byte,
                                       real & flag((piece & 3) == 0), p)
                 fence_shared()
-                arrive(shared + where["stage_full"] + stage * 8)
             else:
-                # every warp passes every phase
                 await_phase(shared + where["stage_empty"] + stage * 8, ((step >> 1) & 1) ^ 1)
+            # every warp passes every step, and none is full before: a warp that lags by two would take the parity of
+            # the phase after the next for that of the last
+            arrive(shared + where["stage_full"] + stage * 8)
             step = step + 1
     return step
 
 
+def _fragment(index: Any, begin: Any, n: Any, padded: Any, part: Any, shared: Any, where: Any,
+              p: Static) -> tuple[Any, Any, Any]:
+    """16 activations of a pass: where they come from in ``act``, where they go in a stage's rows, whether they are."""
+    each = 2 * p.down_slice  # fragments of a pair and a term in a step
+    row, fragment = index // (each * p.terms), index % (each * p.terms)
+    real = row < n
+    term, chunk = fragment // each, fragment % each
+    pair = load_word(shared + where["pairs"] + (begin + select(real, row, Int32(0))) * 4) & 0xFFFF
+    column = part * each + chunk
+    place = (pair * p.tiles + (column >> 2)) * p.fragments + term * 4 + (column & 3)
+    return Int64(place) * PIECE, row_place(row + term * padded, chunk, p.operand_rows), flag(real)
+
+
+def _scale(index: Any, begin: Any, n: Any, part: Any, shared: Any, where: Any,
+           p: Static) -> tuple[Any, Any, Any, Any, Any]:
+    """A group's scale of a pass: where its word is in ``act``, which byte of it, its row and group, whether it is."""
+    row, group = index // p.down_slice, index % p.down_slice
+    real = row < n
+    pair = load_word(shared + where["pairs"] + (begin + select(real, row, Int32(0))) * 4) & 0xFFFF
+    column = part * p.down_slice + group
+    place = (pair * p.tiles + (column >> 1)) * p.fragments + 4 * p.terms
+    return Int64(place) * PIECE, (column & 1) * 8, row, group, flag(real)
+
+
 @cute.jit
 def stage_activations(act: Any, step: Any, count: Any, own: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
-                       p: cutlass.Constexpr):
-    """The stagers: every fourth step, groups of the activations of a pass's pairs as soon as they have come."""
-    each = 2 * p.down_slice  # fragments of 16 columns of a pair and a term
+                      p: cutlass.Constexpr):
+    """The stagers: every fourth step, groups of the activations of a pass's pairs as soon as they have come. The first
+    of a step's are on their way before its stage is free."""
+    ahead = AHEAD * p.terms
     for item in cutlass.range(0, count, p.together, unroll=1):
         first, end = span(item, cutlass.min(Int32(p.together), count - item), shared, where)
         for begin in cutlass.range(first, end, p.pass_pairs, unroll=1):
@@ -99,36 +125,45 @@ def stage_activations(act: Any, step: Any, count: Any, own: Any, lane: Any, shar
             padded = padded_rows(n)
             for part in cutlass.range(p.down_slices, unroll=1):
                 stage = step & 1
-                await_phase(shared + where["stage_empty"] + stage * 8, ((step >> 1) & 1) ^ 1)
                 rows = shared + where["rows"] + stage * p.operand_bytes
                 scales = shared + where["row_scales"] + stage * (p.scale_words * SCALE_BLOCK)
                 if (step & 3) == own:
-                    for index in cutlass.range(lane, n * (each * p.terms), 32, unroll=1):
-                        row, fragment = index // (each * p.terms), index % (each * p.terms)
-                        term, chunk = fragment // each, fragment % each
-                        pair = load_word(shared + where["pairs"] + (begin + row) * 4) & 0xFFFF
-                        column = part * each + chunk  # in 16 columns
-                        place = (pair * p.tiles + (column >> 2)) * p.fragments + term * 4 + (column & 3)
-                        source = act + Int64(place) * PIECE
-                        words = look(source, Int32(1))
-                        late = is_late(words)
+                    # as many at once as most passes have: scales of 64 groups, and 128 fragments of a term
+                    groups = [_scale(lane + 32 * i, begin, n, part, shared, where, p) for i in range(2)]
+                    held = [_fragment(lane + 32 * i, begin, n, padded, part, shared, where, p) for i in range(ahead)]
+                    words = [look(act + one[0], one[4], 1)[0] for one in groups]
+                    found = [look(act + one[0], one[2]) for one in held]
+                    late = is_late([*words, *(word for four in found for word in four)])
+                    while late != 0:
+                        words = [look(act + one[0], one[4], 1)[0] for one in groups]
+                        found = [look(act + one[0], one[2]) for one in held]
+                        late = is_late([*words, *(word for four in found for word in four)])
+                    cute.arch.sync_warp()
+                    await_phase(shared + where["stage_empty"] + stage * 8, ((step >> 1) & 1) ^ 1)
+                    for i in cutlass.range_constexpr(ahead):
+                        store_many(rows + held[i][1], found[i], held[i][2])
+                    for i in cutlass.range_constexpr(2):
+                        _, shift, row, group, real = groups[i]
+                        _store_scales(scales, row, padded, group, (words[i] >> shift) & 255, real, p)
+                    for index in cutlass.range(lane + 32 * ahead, n * (2 * p.down_slice * p.terms), 32, unroll=1):
+                        source, to, real = _fragment(index, begin, n, padded, part, shared, where, p)
+                        four = look(act + source, real)
+                        late = is_late(four)
                         while late != 0:
-                            words = look(source, Int32(1))
-                            late = is_late(words)
-                        store_many(rows + row_place(row + term * padded, chunk, p.operand_rows), words, Int32(1))
-                    for index in cutlass.range(lane, n * p.down_slice, 32, unroll=1):
-                        row, group = index // p.down_slice, index % p.down_slice
-                        pair = load_word(shared + where["pairs"] + (begin + row) * 4) & 0xFFFF
-                        column = part * p.down_slice + group  # in groups
-                        place = (pair * p.tiles + (column >> 1)) * p.fragments + 4 * p.terms
-                        source = act + Int64(place) * PIECE
-                        word = look(source, Int32(1), 1)[0]
+                            four = look(act + source, real)
+                            late = is_late(four)
+                        store_many(rows + to, four, real)
+                    for index in cutlass.range(lane + 64, n * p.down_slice, 32, unroll=1):
+                        source, shift, row, group, real = _scale(index, begin, n, part, shared, where, p)
+                        word = look(act + source, real, 1)[0]
                         late = is_late([word])
                         while late != 0:
-                            word = look(source, Int32(1), 1)[0]
+                            word = look(act + source, real, 1)[0]
                             late = is_late([word])
-                        _store_scales(scales, row, padded, group, (word >> ((column & 1) * 8)) & 255, Int32(1), p)
+                        _store_scales(scales, row, padded, group, (word >> shift) & 255, real, p)
                     cute.arch.sync_warp()
                     fence_shared()
-                    arrive(shared + where["stage_full"] + stage * 8)
+                else:
+                    await_phase(shared + where["stage_empty"] + stage * 8, ((step >> 1) & 1) ^ 1)
+                arrive(shared + where["stage_full"] + stage * 8)
                 step = step + 1

@@ -10,6 +10,7 @@ from typing import Any
 import kernel_check
 import pytest
 import tensor_core
+import torch
 from kernel_check import Case, Setting
 from test_moe_emulated import SMALL, region_of, tensors_of
 
@@ -50,13 +51,88 @@ def setting(rows: int, numerics: Any, tp: int, experts: str, sizes: Mapping[str,
     return Setting("small", replace(SMALL, **sizes), tp, rows, 1, experts, numerics)
 
 
-@pytest.mark.parametrize(("rows", "numerics", "tp", "experts", "sizes", "weights"), [
-    (1, MXFP8, 1, "tp", {}, "e4m3"),
-    (3, MXFP8, 2, "tp", {"latent": 256}, "e2m1"),
-    (9, BF16, 1, "tp", {"moe_intermediate": 192}, "e4m3"),
-    (20, BF16, 2, "ep", {"latent": 512, "moe_intermediate": 96}, "e2m1"),
-    (40, MXFP8, 2, "tp", {"moe_intermediate": 128, "experts": 5}, "e4m3"),
-], ids=["one-row", "half-a-tile", "two-terms", "whole-experts", "many-pairs"])
-def test_experts(rows: int, numerics: Any, tp: int, experts: str, sizes: dict[str, Any], weights: str) -> None:
+CASES = {
+    "one-row": (1, MXFP8, 1, "tp", {}, "e4m3"),
+    "half-a-tile": (3, MXFP8, 2, "tp", {"latent": 256}, "e2m1"),
+    "two-terms": (9, BF16, 1, "tp", {"moe_intermediate": 192}, "e4m3"),
+    "whole-experts": (20, BF16, 2, "ep", {"latent": 512, "moe_intermediate": 96}, "e2m1"),
+    "many-pairs": (40, MXFP8, 2, "tp", {"moe_intermediate": 128, "experts": 5}, "e4m3"),
+    "two-steps-of-w2": (2, BF16, 1, "tp", {"moe_intermediate": 384, "experts": 6}, "e4m3"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_experts(name: str) -> None:
+    rows, numerics, tp, experts, sizes, weights = CASES[name]
     case = setting(rows, numerics, tp, experts, sizes)
-    check(region_of(menu.KERNELS, case), case, {"slots": 2, "weights": weights}, blocks=5)
+    # a kernel for more than 8 rows of bf16 can do fewer, where the planner does not ask it
+    kernels = [replace(kernel, rows=(1, 64)) for kernel in menu.KERNELS]
+    check(region_of(kernels, case), case, {"slots": 2, "weights": weights}, blocks=4)
+
+
+@pytest.mark.parametrize("numerics", [BF16, MXFP8], ids=["bf16", "mxfp8"])
+def test_all_rows_choose_the_same_experts(numerics: Any) -> None:
+    """64 rows of one expert: all columns of the instruction, both words of the rows' bits, four passes over an item."""
+    def same(inputs: Mapping[str, torch.Tensor]) -> None:
+        inputs["ids"][:] = inputs["ids"][:1].clone()
+
+    case = setting(64, numerics, 1, "tp", {})
+    cores = check(region_of(menu.KERNELS, case), case, {"slots": 3, "weights": "e4m3"}, 2, launches=1, change=same)
+    assert all(core.done for core in cores)
+
+
+def test_a_rank_without_experts_of_the_step_has_zeros() -> None:
+    case = setting(10, MXFP8, 2, "ep", {})
+    region = region_of(menu.KERNELS, case)
+    cores = check(region, case, {"slots": 2, "weights": "e4m3"}, 3, change=lambda inputs: inputs["ids"].copy_(
+        torch.arange(3).expand(10, 3)))
+    assert not any(core.done for core in cores)
+
+
+def _too_early(barrier: Any) -> None:
+    """A commit that does not wait for what was issued."""
+    one = tensor_core.warp_emulator._warp().block.barriers[tensor_core._one(barrier)]
+    one.left -= 1
+    one.settle()
+
+
+FAULTS = {
+    "a stage is free before its products have ended": ("moe_experts_block_scaled", "commit", _too_early),
+    "weights are handed over before they are stored": ("moe_experts_block_scaled", "await_stores", lambda: None),
+    "rows are not fenced for the tensor core": ("moe_experts_block_scaled_rows", "fence_shared", lambda: None),
+    "scales of rows are in another lane": (
+        "moe_experts_block_scaled_rows", "scale_place", lambda row, group: (row ^ 1) * 16 + (group & 3)),
+    "columns of weights are not in the order of rows": (
+        "moe_experts_block_scaled", "weight_words", lambda word, weights: (word & 0x1C1C1C1C,) * 2),
+    "two sums share a place": ("moe_experts_block_scaled", "_sums_of", None),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_emulator_sees_that(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name, broken = FAULTS[fault]
+    made = modules()[module]
+    if broken is None:
+        right = getattr(made, name)
+
+        def broken(tensor: Any, done: Any, *rest: Any) -> Any:
+            return right(tensor, done * 0, *rest)
+    monkeypatch.setattr(made, name, broken)
+    case = setting(9, MXFP8, 1, "tp", {"latent": 256, "experts": 8})
+    with pytest.raises(AssertionError):
+        check(region_of(menu.KERNELS, case), case, {"slots": 2, "weights": "e4m3"}, 3, launches=1)
+
+
+def test_the_emulator_sees_a_slot_that_nobody_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = modules()["moe_experts_block_scaled"]
+    arrive, freed = made.arrive, []
+
+    def forget(at: Any, count: int = 1, guard: Any = 1) -> None:
+        freed.append(at)
+        if len(freed) != 20:
+            arrive(at, count, guard)
+
+    monkeypatch.setattr(made, "arrive", forget)
+    case = setting(1, MXFP8, 1, "tp", {"latent": 256})
+    with pytest.raises(tensor_core.warp_emulator.Hung, match="wait for each other"):
+        check(region_of(menu.KERNELS, case), case, {"slots": 2, "weights": "e4m3"}, 3)
