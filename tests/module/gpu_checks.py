@@ -147,8 +147,8 @@ def check_memory(where: Path) -> str:
     held = torch.cuda.memory_allocated()
     torch._C._cuda_clearCublasWorkspaces()  # the graphs are not replayed any more
     library = held - torch.cuda.memory_allocated()
-    return (f"checkpoint {stored / 1e6:.1f} MB, module {(taken - library) / 1e6:.1f} MB with arenas, states and graphs, "
-            f"cuBLAS {library / 1e6:.1f} MB")
+    sizes = {"checkpoint": stored, "module with arenas, states and graphs": taken - library, "cuBLAS": library}
+    return ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes.items())
 
 
 def check_host(where: Path) -> str:
