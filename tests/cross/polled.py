@@ -29,8 +29,8 @@ from k3plan.ops_triton.launching import KernelLaunch
 
 WAITING = r"all_reduce|reduce_scatter|all_gather|stripe|moe_tail|mla_query_absorb|attn_res|moe_front"
 # with two ranks a tile of words has no dimension for the senders, so it is the smallest there is
-SETTINGS = tuple(Setting(f"tp{tp}", tp=tp, layers=(0, 1, 3), choices=(choices,), kernels=WAITING, rows=((1, 1), (1, 8)))
-                 for tp in (2, 4, 8) for choices in (WHOLE, SHARDED))
+SETTINGS = tuple(Setting(f"tp{tp}", tp=tp, layers=(0, 1, 3), choices=(choices,), kernels=WAITING)
+                 for tp in (2, 8) for choices in (WHOLE, SHARDED))
 MOST_SPILLED = 1024  # bytes a thread
 _LAYOUT = re.compile(r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[([\d, ]+)\], threadsPerWarp = \[([\d, ]+)\], "
                      r"warpsPerCTA = \[([\d, ]+)\]", re.MULTILINE)
@@ -58,16 +58,18 @@ def waits(ir: str) -> bool:
 
 
 def launches(wanted: str) -> list[tuple[str, Region, Mapping[str, Any]]]:
-    """Every region that polls, in each of its configurations."""
-    regions = dict(chosen(WAITING))
+    """Every region that polls: those of ``launches.py`` by default, those of one row in each configuration."""
+    found = [(name, region, config) for name, region in chosen(WAITING) for config in _configs(region)[:1]]
     for setting in SETTINGS:
-        for rows in setting.rows:
-            for region in setting.regions(*rows, setting.choices[0]):
-                shapes = "-".join("x".join(map(str, region.graph.values[n].shape)) for n in region.inputs[:3])
-                regions[f"{region.kernel.id}-{rows[0]}x{rows[1]}-{shapes}-{setting.label}"] = region
-    return [(f"{name}-c{index}", region, config) for name, region in regions.items()
-            for index, config in enumerate(region.kernel.configs(region) if region.kernel.configs else ({},))
-            if re.search(wanted, f"{name}-c{index}")]
+        for region in setting.regions(1, 1, setting.choices[0]):
+            shapes = "-".join("x".join(map(str, region.graph.values[n].shape)) for n in region.inputs[:3])
+            found += [(f"{region.kernel.id}-T1-{shapes}-{setting.label}-c{index}", region, config)
+                      for index, config in enumerate(_configs(region))]
+    return [one for one in found if re.search(wanted, one[0])]
+
+
+def _configs(region: Region) -> list[Mapping[str, Any]]:
+    return list(region.kernel.configs(region)) if region.kernel.configs else [{}]
 
 
 def one_of_each(found: list[tuple[str, Region, Mapping[str, Any]]]) -> Iterator[tuple[str, KernelLaunch]]:

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests/cross/polled.py"
 # one row, where tiles are smallest: the query's exchange, a key of every rank, stripes, sums by two ranks
-FEW = (r"(query_absorb|reduce_token|stripe_gather)-1x1-.*-tp8-c0$|"
-       r"(all_reduce-1x1-1-|reduce_token|stripe_gather).*-tp2-c0$")
+FEW = (r"(query_absorb|reduce_token|stripe_gather)-T1-.*-tp8-c0$|"
+       r"(all_reduce-T1-1-|reduce_token|stripe_gather).*-tp2-c0$")
 LAYOUTS = """
 #small = #ttg.blocked<{sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPerCTA = [2, 4], order = [1, 0]}>
 #row = #ttg.blocked<{sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPerCTA = [1, 4], order = [1, 0]}>
@@ -53,13 +53,13 @@ def _check(table: dict[str, list[str]]) -> None:
 
 def test_a_few_kernels_poll_each_word_once(tmp_path: Path) -> None:
     table = _table(tmp_path, FEW)
-    assert len(table) >= 6, sorted(table)
+    assert len(table) >= 5, sorted(table)
     _check(table)
 
 
-# 800 launches: every configuration of every kernel that waits inside itself
+# 254 launches, with what tests/cross/launches.py has by default
 @pytest.mark.slow
 def test_all_kernels_poll_each_word_once(tmp_path: Path) -> None:
     table = _table(tmp_path, "")
-    assert len(table) > 400
+    assert len(table) > 200
     _check(table)
