@@ -12,7 +12,7 @@ from ...compiler.plan import LaunchPlan
 from .findings import Finding, find, render, to_json
 from .record import Record
 
-SLOW, SLOW_US = 2.0, 1.0
+SLOW, SLOW_US, SLOW_SHARE = 2.0, 1.0, 0.002
 Origins = Mapping[str, Origin]
 
 
@@ -68,18 +68,20 @@ def by_kind(plan: LaunchPlan, record: Record) -> list[Kind]:
 def slow_kinds(plan: LaunchPlan, record: Record, origins: Origins | None = None) -> list[Finding]:
     """Kinds of launches that take more than ``SLOW`` times what the plan expected, the dearest first.
 
-    A launch must be at least ``SLOW_US`` over: what comes before a small one sways its share by as much.
+    A launch must be at least ``SLOW_US`` over, since what comes before a small one sways its share by as much, and its
+    kind ``SLOW_SHARE`` of the step.
     """
-    found, step = [], plan.spec.step
+    found, step, whole = [], plan.spec.step, totals(record)["us"]
     for kind in sorted(by_kind(plan, record), key=lambda k: k.planned_us - k.us):
         one, planned = kind.us / kind.count, kind.planned_us / kind.count
         # of a capture that was not timed every share is 0
-        if one <= SLOW * planned or one - planned < SLOW_US:
+        over = kind.us - kind.planned_us
+        if one <= SLOW * planned or one - planned < SLOW_US or over < SLOW_SHARE * whole:
             continue
         price = "measured on the kernel alone" if kind.measured else "predicted"
         many = f"{kind.count} launches" if kind.count > 1 else "one launch"
         text = (f"{kind.kernel} at {kind.shape}: {one:.1f} us a launch, {one / planned:.1f} x its planned "
-                f"{planned:.1f} us ({price}); {many} make the step {(kind.us - kind.planned_us) / 1e3:.3f} ms longer")
+                f"{planned:.1f} us ({price}); {many}, {over / 1e3:.3f} ms more than planned")
         rows, tune = f"--rows {step.sequences}x{step.query}", "k3plan tune PLAN.yaml"
         if kind.kernel.startswith("torch.") and kind.kernel != "torch.linear":
             # tune times the kernels of the menus and the library's product

@@ -126,13 +126,24 @@ def test_a_launch_that_takes_many_times_its_price() -> None:
     count = sum(PLAN.choice(x).kernel == kernel for x in PLAN.launches)
     assert (found.code, found.severity, found.launch, found.layer) == ("CG-055", "warning", at.id, at.layer)
     assert f"{25 * planned:.1f} us a launch, 25.0 x its planned {planned:.1f} us" in found.text
-    assert f"{count} launches make the step {24 * planned * count / 1e3:.3f} ms longer" in found.text
+    assert f"{count} launches, {24 * planned * count / 1e3:.3f} ms more than planned" in found.text
     assert f"k3plan tune PLAN.yaml --only {kernel} --rows 1x1" in found.fix
     shown = show_times(PLAN, priced(24 * planned, kernel))
     assert "CG-055 warning" in shown
     assert "CG-055" not in show_times(PLAN, priced(0.0, kernel))
     (told,) = json.loads(times_json(PLAN, priced(24 * planned, kernel)))["findings"]
     assert (told["code"], told["fix"]) == ("CG-055", found.fix)
+
+
+def test_what_is_slow_and_not_worth_a_word() -> None:
+    """Four times its price, once, in a step of which that is 0.1 %."""
+    first = PLAN.choice(PLAN.launches[0])
+    plan = replace(PLAN, choices=tuple(replace(c, us=2000 * first.us) if c.kernel != first.kernel else c
+                                       for c in PLAN.choices))
+    timed = replace(RECORD, launches=tuple(
+        replace(own, us=plan.choice(x).us * (4 if plan.choice(x).kernel == first.kernel else 1), busy_us=1.0)
+        for x, own in zip(plan.launches, RECORD.launches, strict=True)))
+    assert slow_kinds(plan, timed) == []
 
 
 def test_a_slow_op_of_torch_names_what_competes_with_it() -> None:
