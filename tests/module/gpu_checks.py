@@ -41,10 +41,10 @@ def models(where: Path) -> tuple[Checkpoint, Checkpoint]:
     return Checkpoint(where / "one"), Checkpoint(where / "two")
 
 
-def plans(where: Path, only: str) -> list[LaunchPlan]:
+def plans(where: Path, only: str, tp: int = 1) -> list[LaunchPlan]:
     models(where)
     menu = [kernel for kernel in kernels() if kernel.id.startswith(only)]
-    return [compile_spec(spec_of(where, where / "one", gpu=GPU, numerics=BF16, sequences=n), menu, tuning(GPU))
+    return [compile_spec(spec_of(where, where / "one", gpu=GPU, numerics=BF16, sequences=n, tp=tp), menu, tuning(GPU))
             for n in BUCKETS]
 
 
