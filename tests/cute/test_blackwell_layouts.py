@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,16 @@ import torch
 from tensor_core import Core
 
 from k3plan.compiler.build import build_graph
+from k3plan.compiler.compile import compile_spec
 from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.kernel import KernelDef, Menu, Region
 from k3plan.compiler.ops.mxfp4 import E2M1, pack_mxfp4, unpack_mxfp4
 from k3plan.compiler.ops.mxfp8 import round_to_mxfp8
 from k3plan.compiler.passes.merge import merge_projections
 from k3plan.compiler.passes.shard import algebra_of, shard_graph
+from k3plan.compiler.reading.source import load_spec
 from k3plan.compiler.spec import Choices, Parallel
+from k3plan.face import kernels, tuning
 from k3plan.graphs.bench import random_inputs
 from k3plan.graphs.launch import bind_region
 from k3plan.ops_cute import blackwell_layouts as layouts
@@ -32,6 +36,7 @@ from k3plan.ops_cute import moe_experts_block_scaled_menu as menu
 from k3plan.ops_cute.moe_experts_block_scaled_plan import SHARED_LIMIT, TILE, Static
 
 FORMATS = ("e4m3", "e2m1")
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 # weights
 
@@ -248,12 +253,12 @@ def test_kimi_k3_keeps_100_kilobytes_in_flight() -> None:
 
 
 def real_region(rows: int, activation: str, tp: int = 16, experts: str = "tp",
-                kernels: tuple[KernelDef, ...] = menu.KERNELS) -> Region:
+                choose: tuple[KernelDef, ...] = menu.KERNELS) -> Region:
     spec = real_shapes._spec(rows, 1, Choices("replicated", "all_reduce", "replicated"))
     spec = replace(spec, layers=(1,), parallel=Parallel(tp, experts),
                    numerics=replace(spec.numerics, expert_activation=activation))
     graph = merge_projections(shard_graph(build_graph(spec), spec, algebra_of(spec))[0])[0]
-    (region,), _ = find_regions(graph, Menu(kernels), arch="sm_103", rows=rows)
+    (region,), _ = find_regions(graph, Menu(choose), arch="sm_103", rows=rows)
     return region
 
 
@@ -276,6 +281,18 @@ def test_what_it_cannot_do_is_told(sizes: dict[str, int], reason: str) -> None:
     regions, misses = find_regions(setting.graph(), Menu(menu.KERNELS), arch="sm_103", rows=16)
     assert not regions
     assert any(re.search(reason, miss.reason) for miss in misses), [miss.reason for miss in misses]
+
+
+@pytest.mark.parametrize("rows", [9, 64])
+@pytest.mark.parametrize(("activation", "kernel"), [
+    ("mxfp8", "cute.moe_experts_block_scaled"), ("bf16", "cute.moe_experts_block_scaled_bf16")])
+def test_the_plan_of_a_gb300_takes_it(rows: int, activation: str, kernel: str) -> None:
+    """And that of an H200 has never heard of it."""
+    overrides = ("model.layers=[1, 3]", f"step.sequences={rows}", f"numerics.expert_activation={activation}")
+    for name, wanted in (("k3-gb300-tp16.yaml", {kernel}), ("k3-h200-tp16.yaml", set())):
+        spec = load_spec(EXAMPLES / name, overrides)
+        plan = compile_spec(spec, kernels(), tuning(spec.gpu))
+        assert {c.kernel for c in plan.choices if "block_scaled" in c.kernel} == wanted
 
 
 # the binary
