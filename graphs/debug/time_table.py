@@ -89,7 +89,8 @@ def slow_kinds(plan: LaunchPlan, record: Record, origins: Origins | None = None)
                    "and compile again.")
         else:
             fix = f"Run {tune} --only {kind.kernel} {rows} on this GPU, and compile again."
-        found.append(find("CG-055", text, plan=plan, launch=kind.slowest, origins=origins, fix=fix))
+        found.append(find("CG-055", text, plan=plan, launch=kind.slowest, origins=origins,
+                          field="step.sequences", fix=fix))
     return found
 
 
