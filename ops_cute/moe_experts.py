@@ -66,7 +66,8 @@ from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch
 from .launching import KernelLaunch, await_producers, named, row_alignment, row_stride, start_dependents
-from .moe_experts_copy import copy_by_lanes, copy_by_rows
+from .moe_experts_copy import copy_by_lanes, copy_by_rows, copy_units
+from .moe_experts_list import list_experts, list_first_row, place_row
 from .moe_experts_menu import LIST_BITS, MOST_BLOCKS, PARITIES
 from .moe_experts_plan import FRAGMENT, PARTIALS, STEP, THREADS, TILE, TOKENS, TOP_EXPONENT, WARPS, Config, Static
 from .moe_parts import (
@@ -83,9 +84,7 @@ from .moe_parts import (
     not_zero,
     publish,
     publish_barriers,
-    set_bits,
     situ,
-    store_byte,
     store_word,
 )
 from .mxfp4 import (
@@ -117,7 +116,7 @@ from .primitives import (
 
 COPIER, SECOND, FINISHER = WARPS, WARPS + 1, WARPS + 2
 MULTIPLYING = 32 * WARPS  # threads
-MULTIPLIERS, LISTED = 1, 2  # named barriers: of the warps that multiply; of all, once the list of experts is made
+MULTIPLIERS, COUNTED = 1, 2  # named barriers: of the warps that multiply; of all, that know the number of the launch
 
 
 def _pairs(values: Any) -> list[Any]:
@@ -170,66 +169,6 @@ def _add_scaled(total: Any, upper: Any, lower: Any, products: Any, p: Static) ->
     scales = (upper, upper, lower, lower)
     return [t if i & 1 and p.tokens == 1 else t + scale * product
             for i, (t, scale, product) in enumerate(zip(total, scales, products, strict=True))]
-
-
-@cute.jit
-def _list_experts(at: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """One warp: distinct experts in falling order of nothing but their ids, and where each token has each of them."""
-    pairs = p.tokens * p.top_k
-    local, real, weights = [], [], []
-    first = Int32(0)
-    if cutlass.const_expr(p.local < p.experts):
-        first = load_words(at.rank.toint(), 1)[0] * p.local
-    for i in cutlass.range_constexpr(-(-pairs // 32)):
-        pair = lane + 32 * i
-        inside = pair < pairs
-        guard = select(inside, Int32(1), Int32(0))
-        expert = load_words(at.ids.toint() + Int64(pair) * 4, 1, guard=guard)[0] - first
-        here = inside & (expert >= 0) & (expert < p.local)
-        local.append(select(here, expert, Int32(0)))
-        real.append(select(here, Int32(1), Int32(0)))
-        weights.append(load_words(at.weights.toint() + Int64(pair) * 4, 1, guard=guard)[0])
-    for i in cutlass.range_constexpr(len(local)):
-        set_bits(shared + where["bits"] + (local[i] >> 5) * 4, Int32(1) << (local[i] & 31), real[i])
-        store_word(shared + where["weights"] + (lane + 32 * i) * 4, weights[i],
-                   select(lane + 32 * i < pairs, Int32(1), Int32(0)))
-    cute.arch.sync_warp()
-    held = Int32(0)
-    if lane < p.words:
-        held = load_word(shared + where["bits"] + lane * 4)
-    count = cute.arch.popc(held)
-    before = count
-    for step in cutlass.range_constexpr(5):
-        lower = cute.arch.shuffle_sync_up(before, 1 << step, mask_and_clamp=0)
-        before = before + select(lane >= (1 << step), lower, Int32(0))
-    if lane == 31:
-        store_word(shared + where["count"], before)
-    if lane < p.words:
-        store_word(shared + where["before"] + lane * 4, before - count)
-    cute.arch.sync_warp()
-    for i in cutlass.range_constexpr(len(local)):
-        word, bit = local[i] >> 5, local[i] & 31
-        lower = load_word(shared + where["bits"] + word * 4) & ((Int32(1) << bit) - 1)
-        index = load_word(shared + where["before"] + word * 4) + cute.arch.popc(lower)
-        pair = lane + 32 * i
-        store_word(shared + where["list"] + index * 4, local[i], real[i])
-        store_byte(shared + where["places"] + index * TOKENS + pair // p.top_k, pair % p.top_k, real[i])
-
-
-@cute.jit
-def _list_row(at: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """One warp, one row, all experts here: they are the list as the router has them."""
-    for start in cutlass.range_constexpr(0, p.top_k, 32):
-        pair = lane + start
-        inside = select(pair < p.top_k, Int32(1), Int32(0))
-        expert, weight = (load_words(source.toint() + Int64(pair) * 4, 1, guard=inside)[0]
-                          for source in (at.ids, at.weights))
-        store_word(shared + where["list"] + pair * 4, expert, inside)
-        store_word(shared + where["weights"] + pair * 4, weight, inside)
-        store_byte(shared + where["places"] + pair * TOKENS, pair, inside)
-    if lane == 0:
-        store_word(shared + where["count"], Int32(p.top_k))
-    cute.arch.sync_warp()
 
 
 @cute.jit
@@ -491,13 +430,38 @@ def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Conste
         for buffer in cutlass.range_constexpr(2):
             init_barrier(shared + where["partials_full"] + 8 * buffer, WARPS)
             init_barrier(shared + where["partials_empty"] + 8 * buffer, 1)
+        init_barrier(shared + where["listed"], 1)
         publish_barriers()
-    for start in cutlass.range_constexpr(0, p.words, THREADS):
-        store_word(shared + where["bits"] + (thread + start) * 4, Int32(0),
-                   select(thread + start < p.words, Int32(1), Int32(0)))
+    if thread < p.words:
+        store_word(shared + where["bits"] + thread * 4, Int32(0))
+        store_word(shared + where["known"] + thread * 4, Int32(0))
     for start in cutlass.range_constexpr(0, p.most * TOKENS // 4, THREADS):
         store_word(shared + where["places"] + (thread + start) * 4, Int32(-1),
                    select(thread + start < p.most * TOKENS // 4, Int32(1), Int32(0)))
+
+
+def _await_list(shared: Any, where: Any) -> Any:
+    """The number of distinct experts, once they are listed."""
+    await_phase(shared + where["listed"], Int32(0))
+    return load_word(shared + where["count"])
+
+
+@cute.jit
+def _copy(at: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The copier. The first row's experts are streamed before the others are sorted."""
+    if cutlass.const_expr(p.early):
+        list_first_row(at, lane, shared, where, p)
+        fill = copy_units(at, Int32(0), Int32(p.top_k), block, lane, shared, where, p)
+        count = Int32(p.top_k)
+        if cutlass.const_expr(p.tokens > 1):
+            count = _await_list(shared, where)
+        copy_by_rows(at, fill, count, block, lane, shared, where, p)
+    else:
+        count = _await_list(shared, where)
+        if cutlass.const_expr(p.bulk):
+            copy_by_rows(at, Int32(0), count, block, lane, shared, where, p)
+        else:
+            copy_by_lanes(at, count, Int32(0), block, lane, shared, where, p)
 
 
 @cute.kernel
@@ -516,18 +480,18 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
     epoch = load_words(epochs, 1)[0]
     part = p.tokens * p.top_k * p.tiles * FRAGMENT
     act = at.act.toint() + Int64(epoch & 1) * part
+    if warp != FINISHER:
+        cute.arch.barrier_arrive(barrier_id=COUNTED, number_of_threads=THREADS, aligned=False)
     if warp == COPIER:
-        if cutlass.const_expr(p.tokens == 1 and p.local == p.experts):
-            _list_row(at, lane, shared, where, p)
-        else:
-            _list_experts(at, lane, shared, where, p)
-        cute.arch.barrier_arrive(barrier_id=LISTED, number_of_threads=THREADS, aligned=False)
-        if cutlass.const_expr(p.bulk):
-            copy_by_rows(at, load_word(shared + where["count"]), block, lane, shared, where, p)
-        else:
-            copy_by_lanes(at, load_word(shared + where["count"]), Int32(0), block, lane, shared, where, p)
+        _copy(at, block, lane, shared, where, p)
     elif warp == SECOND:
-        cute.arch.barrier(barrier_id=LISTED, number_of_threads=THREADS)
+        if cutlass.const_expr(p.tokens > 1 or not p.early):
+            list_experts(at, lane, shared, where, p)
+        else:
+            place_row(at, lane, shared, where, p)
+        cute.arch.sync_warp()
+        if lane == 0:
+            arrive(shared + where["listed"])
         count = load_word(shared + where["count"])
         if cutlass.const_expr(p.bulk):
             _finish(at, act, Int32(1), count, block, lane, shared, where, p)
@@ -538,14 +502,14 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
         before = at.act.toint() + Int64((epoch & 1) ^ 1) * part
         for index in cutlass.range(block * 32 + lane, part // FRAGMENT, p.blocks * 32, unroll=1):
             store_words(before + Int64(index) * FRAGMENT, [Int32(0)] * 4)
-        cute.arch.barrier(barrier_id=LISTED, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=COUNTED, number_of_threads=THREADS)
         if lane == 0:
             store_words(epochs, [epoch + 1])
-        _finish(at, act, Int32(0), load_word(shared + where["count"]), block, lane, shared, where, p)
+        count = _await_list(shared, where)
+        _finish(at, act, Int32(0), count, block, lane, shared, where, p)
     else:
         x, factors = _load_x(at.x.toint(), warp, lane, p)
-        cute.arch.barrier(barrier_id=LISTED, number_of_threads=THREADS)
-        count = load_word(shared + where["count"])
+        count = _await_list(shared, where)
         fill = _multiply_up(x, factors, count, block, warp, lane, shared, where, p)
         if cutlass.const_expr(p.side_width > 0):
             fill = _multiply_side(at, fill, count, block, warp, lane, shared, where, p)

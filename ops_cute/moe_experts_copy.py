@@ -28,13 +28,13 @@ LIST_MASK = 0xFFFF  # of a word of the list of experts: its number
 
 
 @cute.jit
-def copy_by_rows(at: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
-                 p: cutlass.Constexpr):
-    """One warp: has the copy engine stream this block's weights, a row or 8 scales a copy."""
+def copy_units(at: Any, fill: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+               p: cutlass.Constexpr):
+    """One warp: has the copy engine stream this block's units of the list's first ``count`` experts, of which it has
+    streamed ``fill``; a row or 8 scales a copy. Returns the slots used."""
     policy = stream_policy()
-    fill = Int32(0)
     half = p.width // 2
-    for item in cutlass.range(block, count * (p.tiles // p.run), p.blocks, unroll=1):
+    for item in cutlass.range(block + fill // p.run * p.blocks, count * (p.tiles // p.run), p.blocks, unroll=1):
         for unit in cutlass.range(item * p.run, item * p.run + p.run, 1, unroll=1):
             slot = fill % p.slots
             await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
@@ -54,6 +54,15 @@ def copy_by_rows(at: Any, count: Any, block: Any, lane: Any, shared: Any, where:
                       select(scales, Int32(TILE * p.groups), Int32(half)), full, policy,
                       select(lane < 2 * TILE + 2, Int32(1), Int32(0)))
             fill = fill + 1
+    return fill
+
+
+@cute.jit
+def copy_by_rows(at: Any, fill: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+                 p: cutlass.Constexpr):
+    """One warp: has the copy engine stream this block's weights, all but the first ``fill`` units."""
+    fill = copy_units(at, fill, count, block, lane, shared, where, p)
+    policy = stream_policy()
     if cutlass.const_expr(p.side_width > 0):
         for unit in cutlass.range(block + fill * p.blocks - count * p.tiles, p.side_units, p.blocks, unroll=1):
             slot = fill % p.slots

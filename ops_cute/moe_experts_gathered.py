@@ -521,7 +521,7 @@ def _moe_experts_gathered(arguments: Any, names: cutlass.Constexpr, p: cutlass.C
     _sort(at, epoch, block, warp, lane, thread, shared, where, p)
     count = load_word(shared + where["count"])
     if warp == COPIER:
-        copy_by_rows(at, count, block, lane, shared, where, p)
+        copy_by_rows(at, Int32(0), count, block, lane, shared, where, p)
     elif warp == ZEROING:
         # the other part was read by the launch before and has to be zero for the next
         before = at.act.toint() + Int64((epoch & 1) ^ 1) * bytes_of_part

@@ -68,6 +68,11 @@ class Static:
         return _least_each(self.groups)
 
     @property
+    def early(self) -> bool:
+        """Whether the first row's experts begin the list: they are all here, so they stream before it is sorted."""
+        return self.bulk and self.local == self.experts
+
+    @property
     def finishers(self) -> int:
         """Warps that finish units: one that does not copy helps."""
         return 2 if self.bulk else 1
@@ -178,6 +183,7 @@ class Static:
         sizes = {
             "ring": self.slots * self.slot_bytes, "partials": max(2, self.column_tiles) * PARTIALS,
             "full": 8 * self.slots, "empty": 8 * self.slots, "partials_full": 16, "partials_empty": 16,
+            "listed": 8, "known": 4 * self.words, "inverse": self.local,
             "bits": 4 * self.words, "before": 4 * self.words, "count": 4, "list": 4 * self.most,
             "weights": 4 * self.tokens * self.top_k, "places": self.most * TOKENS,
         }
