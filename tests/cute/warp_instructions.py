@@ -53,6 +53,13 @@ def store_half(at: Any, word: Any, *, guard: Any = None) -> None:
     machine._machine[-1].stores += 1
 
 
+def load_half(at: Any, *, guard: Any = None) -> Any:
+    wanted, found = _wanted(guard), np.zeros(32, np.uint16)
+    content = machine._machine[-1].memory[_places(at, 2, wanted)]
+    found[wanted] = np.ascontiguousarray(content).view(np.uint16)[:, 0]
+    return Int32(found)
+
+
 def load_number(at: Any, kind: Any = Int32) -> Any:
     wanted, found = _wanted(None), np.zeros(32, kind.dtype)
     content = machine._machine[-1].memory[_places(at, found.itemsize, wanted)]

@@ -1,0 +1,271 @@
+"""Projections of 1 to 8 rows whose weights are in shared memory before the producers have finished.
+
+Contract: ``f = x @ weight.T``: ``x`` bf16 [T, K] with any row stride, ``weight`` bf16 [N, K] row-major, K a multiple
+of 32, ``f`` bf16 or fp32 [T, N] by the dtype of its tensor. The same op as ``skinny_linear.py``, for another
+neighbourhood: where the launches before it leave memory idle.
+
+Why: with programmatic launch a block may be resident as soon as all blocks of the launch before have started, if
+threads, registers and shared memory are free. ``cute.skinny_linear`` keeps what is in flight in registers, at most
+13 MB over an H200, and its blocks want a whole register file. Here a block has 8 warps of less than 128 registers,
+half of the file, and the ring of weights is shared memory, which small kernels leave alone: 186 KB on 132
+multiprocessors are 25 MB, which are there when the wait ends if it was 6 us long. Of the 46 MB of 3216 x 7168 21 are
+left then, 4.8 us at 4.44 TB/s instead of 10.4; of 7168 x 768 (11 MB, 86 KB a block) nothing is.
+
+Layout: block b of one on each multiprocessor has rows b N / blocks to (b + 1) N / blocks, 24 or 25 of 3216. Their
+columns are dealt out to the warps in turn, so that all warps together read rows from end to end. A warp's unit is up
+to 16 rows (two units of 13 for 25 rows) of some columns; its units go through a ring of slots of its own, which it
+fills itself: no warp waits for another before the sums. Rows of a slot begin half a line of banks after one another
+(an odd number of 32 columns does so by itself, an even one is padded), so a lane's 16 bytes, row r and columns 8 q to
+8 q + 7 of 32, are read without conflict. They are its elements of two products, since K may be summed in any order as
+long as x is read alike: weights are the left operand, 16 rows a tile, x is the right one, its 8 columns the rows of
+the step. A row that is missing is whatever lies there; it ends in sums that nobody stores.
+Arithmetic for 3216 x 7168 a block: 350 KB through shared memory at 128 bytes a clock 2,700 clocks, 900 products 1,800,
+beside 18,000 clocks of memory. Pieces of 448 bytes are 780 bulk copies, one in 23 clocks; 16 bytes a lane are 780
+instructions of 28 lanes.
+
+Waits: as many units as the ring has slots are on their way before the wait for the producers; only weights are read
+before it, and nothing is written. x is touched after it, two pieces ahead of the products. The trigger is the first
+instruction. A slot is filled again by the warp that has just read it.
+Numerics: exact products, fp32 sums in a fixed order, one rounding at the store.
+Compiled, and compared with the op's meaning by the emulator of ``tests/cute``; not yet timed on a GPU.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+
+from ..compiler.call import Call
+from .launching import KernelLaunch, await_producers, named, row_alignment, row_stride, start_dependents
+from .moe_parts import (
+    arrive_copied,
+    await_phase,
+    copy_async,
+    copy_bulk,
+    expect_bytes,
+    init_barrier,
+    multiprocessors,
+    publish_barriers,
+    stream_policy,
+)
+from .primitives import load_bytes, load_shared, mma, pack, select, store_half, store_shared, store_words, total
+from .staged_linear_menu import MOST_TILES, ROWS, STEP, TILE, columns_each
+
+FRAGMENT = 16  # bytes of one lane
+COLUMNS = 8  # of the right operand
+BANKS = 128  # bytes
+
+
+@dataclass(frozen=True)
+class Static:
+    """What the kernel is compiled for; sizes in elements, unless they say bytes."""
+
+    rows: int  # of the step
+    columns: int  # K
+    width: int  # N
+    blocks: int
+    warps: int
+    unit_columns: int
+    ring_bytes: int  # wanted, of a block
+    bulk: bool
+    stride_x: int
+    alignment_x: int
+    stride_f: int
+    fp32: bool
+    dependent: bool
+
+    @property
+    def each(self) -> int:
+        """Most rows of weights of a block."""
+        return -(-self.width // self.blocks)
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.each // TILE)
+
+    @property
+    def height(self) -> int:
+        """Most rows of a unit."""
+        return -(-self.each // self.tiles)
+
+    @property
+    def pieces(self) -> int:
+        """Units of one tile along a warp's columns."""
+        return self.columns // (self.unit_columns * self.warps)
+
+    @property
+    def units(self) -> int:
+        """Of one warp."""
+        return self.pieces * self.tiles
+
+    @property
+    def piece_bytes(self) -> int:
+        return 2 * self.unit_columns
+
+    @property
+    def pitch(self) -> int:
+        """Bytes between rows of a slot: half a line of banks and whole ones."""
+        return self.piece_bytes + (BANKS // 2 if self.piece_bytes % BANKS == 0 else 0)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.height * self.pitch
+
+    @property
+    def slots(self) -> int:
+        return max(1, min(self.units, self.ring_bytes // (self.warps * self.slot_bytes)))
+
+    @property
+    def warp_bytes(self) -> int:
+        """Of one warp's ring, which holds its sums at the end."""
+        return max(self.slots * self.slot_bytes, 4 * self.tiles * TILE * COLUMNS)
+
+    @property
+    def ring(self) -> int:
+        """Byte offset of the rings, behind the barriers."""
+        return -(-8 * self.slots * self.warps // BANKS) * BANKS
+
+    @property
+    def shared(self) -> int:
+        return self.ring + self.warps * self.warp_bytes
+
+
+@cute.jit
+def _copy(at: Any, begin: Any, end: Any, warp: Any, lane: Any, shared: Any, policy: Any, unit: cutlass.Constexpr,
+          p: cutlass.Constexpr):
+    """One warp: its unit number ``unit`` is on its way into its slot, counted at the slot's barrier."""
+    slot, tile = cutlass.const_expr(unit % p.slots), cutlass.const_expr(unit % p.tiles)
+    full = shared + (warp * p.slots + slot) * 8
+    to = shared + p.ring + warp * p.warp_bytes + slot * p.slot_bytes
+    first = begin + tile * p.height
+    count = cutlass.max(cutlass.min(end - first, Int32(p.height)), Int32(0))
+    column = (warp + unit // p.tiles * p.warps) * p.unit_columns
+    source = at.weight.toint() + (Int64(first) * p.columns + Int64(column)) * 2
+    if cutlass.const_expr(p.bulk):
+        if lane == 0:
+            expect_bytes(full, count * p.piece_bytes)
+        cute.arch.sync_warp()
+        copy_bulk(to + lane * p.pitch, source + Int64(lane) * (2 * p.columns), Int32(p.piece_bytes), full, policy,
+                  select(lane < count, Int32(1), Int32(0)))
+    else:
+        # lanes stand along a row, or along some short ones; all blocks have all rows but the last
+        across = cutlass.const_expr(min(32, p.piece_bytes // FRAGMENT))
+        down = cutlass.const_expr(32 // across)
+        row, fragment = lane // across, lane % across
+        to = to + row * p.pitch + fragment * FRAGMENT
+        source = source + (Int64(row) * (2 * p.columns) + Int64(fragment * FRAGMENT))
+        for i in cutlass.range_constexpr(0, min(p.height, p.each - tile * p.height), down):
+            for j in cutlass.range_constexpr(0, p.piece_bytes // FRAGMENT, across):
+                real = row < down
+                if cutlass.const_expr(i + down > p.width // p.blocks - tile * p.height):
+                    real = real & (row + i < count)
+                if cutlass.const_expr(j + across > p.piece_bytes // FRAGMENT):
+                    real = real & (fragment + j < p.piece_bytes // FRAGMENT)
+                copy_async(to + (i * p.pitch + j * FRAGMENT), source + (i * 2 * p.columns + j * FRAGMENT), policy,
+                           select(real, Int32(1), Int32(0)))
+        arrive_copied(full)
+
+
+def _load_x(at: Any, piece: int, warp: Any, lane: Any, p: Static) -> list[Any]:
+    """This warp's piece of the step's rows, as right operands: 4 words for 32 columns."""
+    r, q = lane // 4, lane % 4
+    first = (warp + piece * p.warps) * p.unit_columns + 8 * q
+    start = at.x.toint() + (Int64(r) * p.stride_x + Int64(first)) * 2
+    return [load_bytes(start + 2 * column, FRAGMENT, p.alignment_x, guard=r < p.rows)
+            for column in range(0, p.unit_columns, STEP)]
+
+
+def _multiply(slot: Any, x: list[Any], sums: list[Any], lane: Any, p: Static) -> list[Any]:
+    """``sums`` plus a unit: two chains of products, for the even and the odd."""
+    r, q = lane // 4, lane % 4
+    last = Int32(p.height - 1)
+    upper = slot + cutlass.min(r, last) * p.pitch + q * FRAGMENT
+    lower = slot + cutlass.min(r + 8, last) * p.pitch + q * FRAGMENT
+    sums = list(sums)
+    for step, b in enumerate(x):
+        u = [word.bitcast(Int32) for word in load_shared(upper + 2 * STEP * step, 4)]
+        # rows 8 to 15 are none of ours in a low unit: any number does
+        v = [word.bitcast(Int32) for word in load_shared(lower + 2 * STEP * step, 4)] if p.height > 8 else u
+        for half in range(2):
+            i = 2 * half
+            sums[half] = mma([u[i], v[i], u[i + 1], v[i + 1]], b[i : i + 2], sums[half])
+    return sums
+
+
+@cute.kernel
+def _staged_linear(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
+    start_dependents(p.dependent)
+    at = named(names, arguments)
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+    shared = cute.arch.get_dyn_smem(cutlass.Uint8, BANKS).toint()
+    begin, end = block * p.width // p.blocks, (block + 1) * p.width // p.blocks
+    if lane == 0:
+        for slot in cutlass.range_constexpr(p.slots):
+            init_barrier(shared + (warp * p.slots + slot) * 8, 1 if p.bulk else 32)
+        publish_barriers()
+    cute.arch.sync_warp()
+    policy = stream_policy()
+    for unit in cutlass.range_constexpr(p.slots):
+        _copy(at, begin, end, warp, lane, shared, policy, unit, p)
+    await_producers(p.dependent)
+
+    x = [_load_x(at, piece, warp, lane, p) for piece in range(min(2, p.pieces))]
+    sums = [[[Float32(0.0)] * 4] * 2] * p.tiles
+    for unit in cutlass.range_constexpr(p.units):
+        slot = unit % p.slots
+        await_phase(shared + (warp * p.slots + slot) * 8, Int32(unit // p.slots & 1))
+        piece, tile = divmod(unit, p.tiles)
+        sums[tile] = _multiply(shared + p.ring + warp * p.warp_bytes + slot * p.slot_bytes, x[piece], sums[tile], lane,
+                               p)
+        if cutlass.const_expr(unit + p.slots < p.units):
+            cute.arch.sync_warp()
+            _copy(at, begin, end, warp, lane, shared, policy, unit + p.slots, p)
+        if cutlass.const_expr(tile == p.tiles - 1 and len(x) < p.pieces):
+            x.append(_load_x(at, len(x), warp, lane, p))
+
+    cute.arch.sync_warp()
+    own = shared + p.ring + warp * p.warp_bytes + (lane // 4) * (4 * COLUMNS) + (lane % 4) * 8
+    for tile in cutlass.range_constexpr(p.tiles):
+        four = [even + odd for even, odd in zip(sums[tile][0], sums[tile][1], strict=True)]
+        for half in cutlass.range_constexpr(2):
+            store_shared(own + (tile * TILE + 8 * half) * (4 * COLUMNS), four[2 * half : 2 * half + 2])
+    cute.arch.sync_threads()
+    for start in cutlass.range_constexpr(0, p.each * p.rows, 32 * p.warps):
+        item = thread + start
+        m, row = item // p.each, item % p.each
+        if (m < p.rows) & (begin + row < end):
+            inside = row // p.height * TILE + row % p.height
+            place = shared + p.ring + inside * (4 * COLUMNS) + m * 4
+            value = total([load_shared(place + w * p.warp_bytes) for w in range(p.warps)])
+            number = Int64(m) * p.stride_f + Int64(begin + row)
+            if cutlass.const_expr(p.fp32):
+                store_words(at.f.toint() + number * 4, [value.bitcast(Int32)])
+            else:
+                store_half(at.f.toint() + number * 2, pack([value, value])[0])
+
+
+def bind(call: Call) -> KernelLaunch:
+    """x, weight -> f."""
+    x, weight, f = (call.tensors[name] for name in ("x", "weight", "f"))
+    (rows, columns), (width, inner) = x.shape, weight.shape
+    assert weight.is_contiguous(), f"weight {weight.shape} has strides {weight.stride()}"
+    assert (inner, f.shape[1]) == (columns, width), f"x {x.shape}, weight {weight.shape}, f {f.shape}"
+    assert x.dtype == weight.dtype == torch.bfloat16, f"x {x.dtype}, weight {weight.dtype}"
+    assert ROWS[0] <= rows <= ROWS[1], f"{rows} rows"
+    config = call.config
+    static = Static(
+        rows=rows, columns=columns, width=width, blocks=min(multiprocessors(x.device), width), warps=config["warps"],
+        unit_columns=columns_each(columns, config["warps"]), ring_bytes=1024 * config["ring_kb"], bulk=config["bulk"],
+        stride_x=row_stride(x), alignment_x=row_alignment(x), stride_f=row_stride(f), fp32=f.dtype == torch.float32,
+        dependent=call.dependent_launch)
+    assert columns % (STEP * static.warps) == 0, f"{columns} columns over {static.warps} warps"
+    assert static.tiles <= MOST_TILES, f"{width} rows on {static.blocks} blocks"
+    return KernelLaunch(_staged_linear, (static.blocks, 1, 1), 32 * static.warps, {"x": x, "weight": weight, "f": f},
+                        static, shared=static.shared, dependent=static.dependent,
+                        blocks_per_sm=1)

@@ -1,0 +1,96 @@
+"""``cute.staged_linear`` warp by warp on a CPU (``warp_emulator.py``), and what the assembler leaves before its wait.
+"""
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import kernel_check
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import warp_emulator
+
+from k3plan.compiler.call import Call
+from k3plan.graphs import launch as launching
+from k3plan.ops_cute.compile_check import SHARED_LIMIT, TARGETS, WAIT, operations
+from k3plan.ops_cute.launching import compile_kernel
+from k3plan.ops_cute.staged_linear import bind
+from k3plan.ops_cute.staged_linear_menu import KERNELS, MOST_TILES, TILE, _candidates
+
+BULK_COPY, LANES_COPY = 0x3BA, 0xFAE  # operations UBLKCP and LDGSTS
+SLOW = 6  # of so many cases of small models one is run each time
+CASES = [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if index % SLOW else [])
+         for index, case in enumerate(kernel_check.cases(KERNELS))]
+
+
+@cache
+def emulated() -> Any:
+    return warp_emulator.load(("moe_parts", "staged_linear"))["staged_linear"]
+
+
+def call_of(rows: int, width: int, columns: int, config: dict[str, Any], *, device: str = "cpu", gap: int = 0,
+            dtype: torch.dtype = torch.bfloat16) -> Call:
+    """Random rows, ``gap`` elements of NaN between them, random weights, a poisoned result."""
+    wide = torch.full((rows, columns + gap), torch.nan, dtype=torch.bfloat16, device=device)
+    x = wide[:, :columns]
+    weight = torch.empty(width, columns, dtype=torch.bfloat16, device=device)
+    if device != "meta":
+        x.copy_(torch.randn(rows, columns))
+        weight.copy_(torch.randn(width, columns) / columns**0.5)
+    f = torch.full((rows, width), torch.nan, dtype=dtype, device=device)
+    return Call(tensors={"x": x, "weight": weight, "f": f}, config=config, dependent_launch=device == "meta")
+
+
+@pytest.mark.parametrize("bulk", [True, False], ids=["rows", "lanes"])
+@pytest.mark.parametrize(("rows", "width", "columns", "warps", "ring_kb", "blocks", "gap", "dtype"), [
+    (1, 74, 896, 2, 30, 3, 0, torch.bfloat16),  # 25 rows a block in two units, as 3216 on 132; refilled slots
+    (8, 74, 896, 2, 1, 3, 0, torch.float32),  # one slot
+    (5, 11, 192, 2, 8, 4, 2, torch.bfloat16),  # low units, rows of x on 4 bytes
+    (2, 220, 384, 4, 12, 4, 3, torch.bfloat16),  # four units high, rows of x on 2 bytes
+    (3, 5, 1792, 4, 64, 8, 8, torch.float32),  # fewer rows than blocks; long pieces, padded
+    (4, 40, 96, 3, 200, 2, 0, torch.bfloat16),
+], ids=str)
+def test_products(rows: int, width: int, columns: int, warps: int, ring_kb: int, blocks: int, gap: int,
+                  dtype: torch.dtype, bulk: bool) -> None:
+    module = emulated()
+    module.multiprocessors = lambda device: blocks
+    torch.manual_seed(rows)
+    call = call_of(rows, width, columns, {"warps": warps, "ring_kb": ring_kb, "bulk": bulk}, gap=gap, dtype=dtype)
+    launch = module.bind(call)
+    warp_emulator.run(launch, list(call.tensors.values()), seed=rows)
+    wanted = call.tensors["x"].float() @ call.tensors["weight"].float().T
+    torch.testing.assert_close(call.tensors["f"].float(), wanted, atol=2e-5 if dtype == torch.float32 else 2e-2,
+                               rtol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_small_models(case: kernel_check.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = emulated()
+    blocks = max(3, -(-case.region.value("weight").shape[0] // (MOST_TILES * TILE)))
+    module.multiprocessors = lambda device: blocks
+
+    def entry_point(entry: str) -> Any:
+        def bound(call: Call) -> Any:
+            launch = module.bind(call)
+            return lambda: warp_emulator.run(launch, list(call.tensors.values()))
+        return bound
+
+    monkeypatch.setattr(launching, "entry_point", entry_point)
+    kernel_check.check(case)
+
+
+@pytest.mark.parametrize("config", _candidates(7168), ids=str)
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_ring_is_on_its_way_before_the_wait(config: dict[str, Any], target: str) -> None:
+    launch = bind(call_of(1, 3216, 7168, dict(config), device="meta"))
+    assert launch.shared <= SHARED_LIMIT
+    p = launch.parameters
+    found = operations(compile_kernel(launch, target).cubin)
+    assert found.count(WAIT) == 1
+    copies = BULK_COPY if p.bulk else LANES_COPY
+    a_unit = 1 if p.bulk else found.count(copies) // p.units
+    before = found[: found.index(WAIT)].count(copies)
+    assert before >= p.slots * a_unit, f"{before} copies before the wait, {found.count(copies) - before} after it"
