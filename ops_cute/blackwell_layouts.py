@@ -1,9 +1,10 @@
 """Where the tensor cores of sm_100 and sm_103 want operands, scales and sums, and the bits that tell them so.
 
-Of one instruction only, ``tcgen05.mma`` of kind mxf8f6f4 with block scales, 128 x n x 32: sums[128, n] += weights[128,
-32] times rows[n, 32], every row of both with one E8M0 scale for its 32 columns. Weights come from tensor memory, rows
-from shared memory. Pure functions of numbers: kernels compute addresses with them, and the tests hold them against a
-model of the instruction that reads its bits back (``tests/cute/tensor_core.py``). Decides no tile and no schedule.
+Of ``tcgen05.mma``, kind mxf8f6f4 with block scales, 128 x n x 32: sums[128, n] += weights[128, 32] times rows[n, 32],
+every row of both with one E8M0 scale for its 32 columns; and kind f16 for plain bf16, 128 x n x 16. Weights come from
+tensor memory, rows from shared memory. Pure functions of numbers: kernels compute addresses with them, and the tests
+hold them against a model of the instruction that reads its bits back (``tests/cute/tensor_core.py``). Decides no tile
+and no schedule.
 
 Sources: PTX ISA 9.7.16.2 (shapes), .3 (strides), .4 (descriptors), .10.4 (packing), .10.5 (sums), .10.7 (scales).
 """
@@ -38,6 +39,11 @@ def instruction(weights: str, n: Any, group: int) -> Any:
     of the kernel's."""
     fixed = FORMATS[weights] << 7 | group << 4 | 1 << 23 | (LANES >> 7) << 27 | group << 29
     return (n << 14) + fixed
+
+
+def instruction_bf16(n: Any) -> Any:
+    """The 32-bit descriptor of kind f16 for ``n`` rows: both operands bf16 by rows, sums fp32."""
+    return (n << 14) + (1 << 4 | 1 << 7 | 1 << 10 | (LANES >> 4) << 24)
 
 
 def shared_descriptor(leading: int, stride: int) -> int:

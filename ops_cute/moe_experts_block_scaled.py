@@ -5,6 +5,8 @@ proved on a CPU, and how, stands at the end and in ``docs/cute.md``.
 Contract: that of ``moe_experts.py``, with up to 64 rows: ``x`` bf16 [T, D], ``ids`` i32 and ``weights`` fp32 [T, k],
 weights and scales as the checkpoint has them, ``rank`` i32 [1], ``out`` bf16 [T, D']. D is a multiple of 128, I of 32,
 nothing is padded: 192 stays 192. Ids of a row are distinct.
+Beside them, when the pattern has it, the shared expert's down-projection: ``s`` bf16 [T, N] = ``a`` bf16 [T, K] times
+``w`` bf16 [N, K] transposed, K a multiple of 32, this rank's part of a sum over ranks.
 
 The instruction is ``tcgen05.mma`` of kind mxf8f6f4 with block scales, 128 x n x 32: fp32 sums += (weights times their
 scales) times (rows times their scales). Weights are its 128 rows, tokens its n columns, since n can be as small as 8,
@@ -23,8 +25,8 @@ with all experts would take 3.5 times the clocks that memory leaves.
 
 Layout: one block on each multiprocessor, 19 warps.
 * 2 copiers (``..._copy.py``) stream weights through a ring: 8 groups of 32 columns of 128 rows at a time, a step.
-* 8 expanders, two teams of four, take turns with the steps: each thread reads 16 bytes a group of its own row and
-  stores 8 columns of tensor memory; scales too, in all four quarters, as the instruction wants them.
+* 8 expanders (``..._weights.py``), two teams of four, take turns with the steps: each thread reads 16 bytes a group of
+  its own row and stores 8 columns of tensor memory; scales too, in all four quarters, as the instruction wants them.
 * 4 stagers (``..._rows.py``) bring the step's rows into shared memory: in the first half rows of x of the expert's
   tokens, rounded on the way; in the second activations of pairs, which other blocks publish. Their scales go on to
   tensor memory by ``tcgen05.cp``.
@@ -36,6 +38,10 @@ Layout: one block on each multiprocessor, 19 warps.
   each column and token: no atomics, one order of addition.
 A unit is 64 gate and 64 up rows of one expert, every ``blocks``-th of all is a block's own; 192 rows are 3 units. Every
 distinct expert is read once; one with more than 32 pairs is expanded again for the next 32, from shared memory.
+
+The projection beside is one more product of each block, its columns of N (49 on 148 blocks) against all rows, between
+units and items: bf16 as it is, through the same ring, stages and tensor memory, by kind f16. It needs nothing of the
+experts and fills the time in which the last activations travel.
 
 Waits: as in ``moe_experts.py``: activations travel in words that are zero until they have come, in two parts by the
 parity of ``epochs``, the other part is zeroed; a block publishes all of its own before it waits for others, and all
@@ -59,6 +65,7 @@ in tensor memory: "e4m3" weights are the default because they need none); what t
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
@@ -75,13 +82,13 @@ from .blackwell_layouts import (
     SCALE_BLOCK,
     SCALES,
     instruction,
+    instruction_bf16,
     leading_bytes,
     scale_column,
     shared_descriptor,
     weight_column,
-    weight_words,
 )
-from .launching import KernelLaunch, await_producers, named, row_stride, start_dependents
+from .launching import KernelLaunch, await_producers, named, row_alignment, row_stride, start_dependents
 from .moe_experts_block_scaled_copy import copy_weights
 from .moe_experts_block_scaled_list import flag, list_experts, padded_rows, span
 from .moe_experts_block_scaled_menu import LIST_BITS, MOST_BLOCKS, PARITIES
@@ -98,13 +105,14 @@ from .moe_experts_block_scaled_plan import (
     TOKENS,
     Config,
     Static,
+    round_up,
 )
-from .moe_experts_block_scaled_rows import stage_activations, stage_rows
+from .moe_experts_block_scaled_rows import stage_activations, stage_rows, stage_side
+from .moe_experts_block_scaled_weights import expand_down, expand_side, expand_up, stage_at
 from .moe_parts import (
     arrive,
     await_phase,
     init_barrier,
-    load_byte,
     load_word,
     multiprocessors,
     publish,
@@ -127,7 +135,6 @@ from .primitives import (
 )
 from .tensor_memory import (
     allocate,
-    await_stores,
     commit,
     copy_scales,
     deallocate,
@@ -136,7 +143,7 @@ from .tensor_memory import (
     load_columns,
     load_four,
     multiply,
-    store_columns,
+    multiply_bf16,
 )
 
 FIRST_FINISHER = EXPANDERS
@@ -147,116 +154,13 @@ FINISHING = 1  # named barrier of the finishers
 MINUS_ZEROS = -0x7F7F7F80  # four e4m3 zeros that are not the word zero
 
 
-def _stage_at(tensor: Any, stage: Any, p: Static) -> Any:
-    return tensor + 2 * p.sum_columns + stage * p.stage_columns
-
-
-# weights into tensor memory
-
-
-def _store_weights(row: Any, at: Any, groups: int, p: Static) -> None:
-    """``groups`` times 16 bytes at ``row`` of shared memory, as one lane's columns from ``at``."""
-    for group in range(groups):
-        words = load_four(row + PIECE * group)
-        store_columns(at + weight_column(group), [half for word in words for half in weight_words(word, p.weights)])
-
-
-def _hand_over_stage(stage: Any, shared: Any, where: Any) -> None:
-    await_stores()
-    fence_before()
-    arrive(shared + where["stage_full"] + stage * 8)
-
-
-@cute.jit
-def _expand_up(tensor: Any, count: Any, block: Any, team: Any, quarter: Any, lane: Any, shared: Any,
-               where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """The expanders: every other step. Returns the steps, which are the slots too."""
-    step = Int32(0)
-    corner = quarter * QUARTER
-    for _unit in cutlass.range(block, count * p.tiles, p.blocks, unroll=1):
-        for _part in cutlass.range(p.slices, unroll=1):
-            slot = step % p.slots
-            # every warp passes every slot: a parity tells the next phase from the last one, not from the one before
-            await_phase(shared + where["full"] + slot * 8, (step // p.slots) & 1)
-            if (step & 1) == team:
-                await_phase(shared + where["stage_empty"] + team * 8, ((step >> 1) & 1) ^ 1)
-                fence_after()
-                ring = shared + where["ring"] + slot * p.slot_bytes
-                stage = _stage_at(tensor, team, p) + (corner << 16)
-                _store_weights(ring + (corner + lane) * p.up_pitch, stage, p.slice, p)
-                scales = ring + LANES * p.up_pitch + lane * p.slice
-                for word in cutlass.range_constexpr(p.slice // SCALES):
-                    held = [load_word(scales + QUARTER * part * p.slice + 4 * word) for part in range(4)]
-                    store_columns(stage + p.stage_scales + 4 * word, held)
-                _hand_over_stage(team, shared, where)
-            cute.arch.sync_warp()
-            if lane == 0:
-                arrive(shared + where["empty"] + slot * 8)
-            step = step + 1
-    return step
-
-
-def _down_row(row: Any, inside: Any, rows: Any, p: Static) -> tuple[Any, Any]:
-    """Bytes into a slot of an item at which row ``row`` of the instruction and its scales begin. Rows without an expert
-    or column are others again: nobody reads their sums."""
-    expert, column = row // p.columns, row % p.columns
-    real = (expert < inside) & (column < rows)
-    entry = select(real, expert, Int32(0)) * p.down_bytes
-    column = select(real, column, Int32(0))
-    return entry + column * p.down_pitch, entry + p.columns * p.down_pitch + column * p.inter_groups
-
-
-def _word_of(at: Any, count: int) -> Any:
-    """Up to 4 bytes from anywhere as a word."""
-    word = load_byte(at)
-    for i in range(1, count):
-        word = word | (load_byte(at + i) << (8 * i))
-    return word
-
-
-@cute.jit
-def _expand_down(tensor: Any, step: Any, count: Any, block: Any, team: Any, quarter: Any, lane: Any, shared: Any,
-                 where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """The expanders: every other step, over the items; an item with many pairs is expanded once for each pass."""
-    fill = step
-    corner = quarter * QUARTER
-    first = (p.blocks - 1 - block) * p.columns
-    rows = cutlass.min(Int32(p.columns), p.out_width - first)
-    skipped = (first * p.inter_groups) & (PIECE - 1)
-    for item in cutlass.range(0, count, p.together, unroll=1):
-        slot = fill % p.slots
-        await_phase(shared + where["full"] + slot * 8, (fill // p.slots) & 1)
-        ring = shared + where["ring"] + slot * p.slot_bytes
-        inside = cutlass.min(Int32(p.together), count - item)
-        own, _ = _down_row(corner + lane, inside, rows, p)
-        scales = [ring + skipped + _down_row(QUARTER * part + lane, inside, rows, p)[1] for part in range(4)]
-        begin, end = span(item, inside, shared, where)
-        for _pass in cutlass.range(begin, end, p.pass_pairs, unroll=1):
-            for part in cutlass.range(p.down_slices, unroll=1):
-                if (step & 1) == team:
-                    await_phase(shared + where["stage_empty"] + team * 8, ((step >> 1) & 1) ^ 1)
-                    fence_after()
-                    stage = _stage_at(tensor, team, p) + (corner << 16)
-                    _store_weights(ring + own + part * (p.down_slice * PIECE), stage, p.down_slice, p)
-                    for start in cutlass.range_constexpr(0, p.down_slice, SCALES):
-                        held = [_word_of(at + part * p.down_slice + start, min(SCALES, p.down_slice - start))
-                                for at in scales]
-                        store_columns(stage + p.stage_scales + start, held)
-                    _hand_over_stage(team, shared, where)
-                step = step + 1
-        cute.arch.sync_warp()
-        if lane == 0:
-            arrive(shared + where["empty"] + slot * 8)
-        fill = fill + 1
-
-
 # products
 
 
 def _multiply_step(tensor: Any, sums: Any, stage: Any, n: Any, add: Any, groups: int, shared: Any, where: Any,
                    p: Static) -> None:
     """One thread: a step of ``groups`` groups against ``n`` rows."""
-    weights = _stage_at(tensor, stage, p)
+    weights = stage_at(tensor, stage, p)
     scales = weights + p.stage_scales
     row_scales = scales + 4 * p.scale_words
     block = shared + where["row_scales"] + stage * (p.scale_words * SCALE_BLOCK)
@@ -269,6 +173,17 @@ def _multiply_step(tensor: Any, sums: Any, stage: Any, n: Any, add: Any, groups:
         at = Int64((rows + 2 * group * leading) >> 4) + shared_descriptor(leading, ROW_BLOCK)
         multiply(sums, weights + weight_column(group), at, instruction(p.weights, n, group % SCALES),
                  scales + scale_column(group), row_scales + scale_column(group), add if group == 0 else Int32(1))
+
+
+def _multiply_side_step(tensor: Any, sums: Any, stage: Any, add: Any, shared: Any, where: Any, p: Static) -> None:
+    """One thread: a step of the projection beside against all rows."""
+    weights = stage_at(tensor, stage, p)
+    rows = shared + where["rows"] + stage * p.operand_bytes
+    leading = leading_bytes(p.operand_rows)
+    for i in range(p.side_deep // 16):
+        at = Int64((rows + 2 * i * leading) >> 4) + shared_descriptor(leading, ROW_BLOCK)
+        multiply_bf16(sums, weights + 8 * i, at, Int32(instruction_bf16(round_up(p.tokens, CHUNK))),
+                      add if i == 0 else Int32(1))
 
 
 @cute.jit
@@ -284,6 +199,16 @@ def _multiply(tensor: Any, count: Any, block: Any, shared: Any, where: cutlass.C
             fence_after()
             _multiply_step(tensor, tensor + (done & 1) * p.sum_columns, step & 1, n, flag(part > 0), p.slice, shared,
                            where, p)
+            commit(shared + where["stage_empty"] + (step & 1) * 8)
+            step = step + 1
+        commit(shared + where["sums_full"] + (done & 1) * 8)
+        done = done + 1
+    if cutlass.const_expr(p.side_width > 0):
+        await_phase(shared + where["sums_empty"] + (done & 1) * 8, ((done >> 1) & 1) ^ 1)
+        for part in cutlass.range(p.side_steps, unroll=1):
+            await_phase(shared + where["stage_full"] + (step & 1) * 8, (step >> 1) & 1)
+            fence_after()
+            _multiply_side_step(tensor, tensor + (done & 1) * p.sum_columns, step & 1, flag(part > 0), shared, where, p)
             commit(shared + where["stage_empty"] + (step & 1) * 8)
             step = step + 1
         commit(shared + where["sums_full"] + (done & 1) * 8)
@@ -309,6 +234,25 @@ def _multiply(tensor: Any, count: Any, block: Any, shared: Any, where: cutlass.C
 
 
 # sums
+
+
+@cute.jit
+def _finish_side(tensor: Any, out: Any, done: Any, block: Any, quarter: Any, lane: Any, shared: Any,
+                 where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The finishers: this block's columns of the projection beside as bf16."""
+    first = block * p.side_columns
+    row = quarter * QUARTER + lane
+    rows = cutlass.min(Int32(p.side_columns), p.side_rows - first)
+    await_phase(shared + where["sums_full"] + (done & 1) * 8, (done >> 1) & 1)
+    fence_after()
+    for start in cutlass.range(0, p.tokens, CHUNK, unroll=1):
+        sums, = load_columns([tensor + (done & 1) * p.sum_columns + start + ((quarter * QUARTER) << 16)])
+        for i in cutlass.range_constexpr(CHUNK):
+            to = out + Int64((start + i) * p.stride_s + first + row) * 2
+            store_half(to, pack([sums[i], sums[i]])[0], guard=flag((row < rows) & (start + i < p.tokens)))
+    fence_before()
+    arrive(shared + where["sums_empty"] + (done & 1) * 8)
+    return done + 1
 
 
 def _sums_of(tensor: Any, done: Any, start: Any, padded: Any, quarter: Any, p: Static) -> list[Any]:
@@ -471,16 +415,22 @@ def _moe_experts_block_scaled(arguments: Any, names: cutlass.Constexpr, p: cutla
         before = at.act.toint() + Int64((epoch & 1) ^ 1) * (fragments * PIECE)
         for index in cutlass.range(block * (32 * EXPANDERS) + thread, fragments, p.blocks * (32 * EXPANDERS), unroll=1):
             store_words(before + Int64(index) * PIECE, [Int32(0)] * 4)
-        steps = _expand_up(tensor, count, block, warp >> 2, quarter, lane, shared, where, p)
+        steps = expand_up(tensor, count, block, warp >> 2, quarter, lane, shared, where, p)
+        if cutlass.const_expr(p.side_width > 0):
+            steps = expand_side(tensor, steps, block, warp >> 2, quarter, lane, shared, where, p)
         if has_columns:
-            _expand_down(tensor, steps, count, block, warp >> 2, quarter, lane, shared, where, p)
+            expand_down(tensor, steps, count, block, warp >> 2, quarter, lane, shared, where, p)
     elif warp < FIRST_STAGER:
         done = _finish_units(tensor, act, count, block, quarter, lane, shared, where, p)
+        if cutlass.const_expr(p.side_width > 0):
+            done = _finish_side(tensor, at.s.toint(), done, block, quarter, lane, shared, where, p)
         if has_columns:
             _finish_items(tensor, done, count, quarter, lane, shared, where, p)
             _store_result(at.out.toint(), block, quarter * 32 + lane, shared, where, p)
     elif warp < FIRST_COPIER:
         steps = stage_rows(at, count, block, quarter, lane, shared, where, p)
+        if cutlass.const_expr(p.side_width > 0):
+            steps = stage_side(at.a.toint(), steps, quarter, lane, shared, where, p)
         if has_columns:
             stage_activations(act, steps, count, quarter, lane, shared, where, p)
     elif warp < MULTIPLIER:
@@ -495,8 +445,20 @@ def _moe_experts_block_scaled(arguments: Any, names: cutlass.Constexpr, p: cutla
         deallocate(tensor, p.tensor_columns)
 
 
+def _side(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Sizes of the projection beside the experts; none without it."""
+    if "s" not in tensors:
+        return {}
+    a, w, s = (tensors[name] for name in ("a", "w", "s"))
+    assert {t.dtype for t in (a, w, s)} == {torch.bfloat16}, f"a, w, s are {a.dtype}, {w.dtype}, {s.dtype}"
+    assert (a.shape[1], s.shape[1]) == (w.shape[1], w.shape[0]), f"a {a.shape}, w {w.shape}, s {s.shape}"
+    assert w.is_contiguous(), f"w {w.shape} {w.stride()}"
+    assert row_alignment(a) == PIECE, f"rows of a {a.stride()} do not lie on 16 bytes"
+    return {"side_width": w.shape[1], "side_rows": w.shape[0], "stride_a": row_stride(a), "stride_s": row_stride(s)}
+
+
 def bind(call: Call) -> Launch:
-    """x, ids, rank, weights, w1, w3, s1, s3, w2, s2 -> out."""
+    """x, ids, rank, weights, w1, w3, s1, s3, w2, s2 -> out; with the projection beside, a, w -> s."""
     config, tensors = Config(**call.config), call.tensors
     x, ids, w1, w2, out = (tensors[name] for name in ("x", "ids", "w1", "w2", "out"))
     attrs, activation = call.attrs["gate"], call.attrs["act"]
@@ -512,11 +474,13 @@ def bind(call: Call) -> Launch:
         tokens=ids.shape[0], top_k=ids.shape[1], width=x.shape[1], inter=w1.shape[1], out_width=w2.shape[1],
         local=w1.shape[0], experts=attrs["experts"], blocks=blocks, slots=config.slots, weights=config.weights,
         terms=1 if attrs["activation"] == "mxfp8" else 2, stride_x=row_stride(x), stride_out=row_stride(out),
-        beta=activation["beta"], linear_beta=activation["linear_beta"], dependent=call.dependent_launch)
+        beta=activation["beta"], linear_beta=activation["linear_beta"], dependent=call.dependent_launch,
+        **_side(tensors))
     assert static.tokens <= TOKENS, f"{static.tokens} rows"
     assert static.local <= LIST_BITS, f"{static.local} experts of a rank"
-    assert static.columns <= LANES, f"{static.columns} columns a block"
+    assert max(static.columns, static.side_columns) <= LANES, f"{static.columns}, {static.side_columns} columns a block"
     arguments = {name: tensors[name] for name in ("x", "ids", "rank", "weights", "w1", "w3", "s1", "s3", "w2", "s2")}
+    arguments |= {name: tensors[name] for name in ("a", "w", "s") if static.side_width}
     arguments |= {"out": out, "act": call.scratch["act"], "epochs": call.scratch["epochs"]}
     assert call.scratch["act"].shape[0] == PARITIES, f"activations {call.scratch['act'].shape}"
     return KernelLaunch(_moe_experts_block_scaled, (blocks, 1, 1), THREADS, arguments, static,

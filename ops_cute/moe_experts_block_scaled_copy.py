@@ -1,8 +1,9 @@
 """The copiers of ``cute.moe_experts_block_scaled``: which of the checkpoint's bytes come into which slot of a ring.
 
-First this block's units, every ``blocks``-th of all, in slots of a few groups of 64 gate and 64 up rows; then, expert
-by expert, the rows of W2 that make this block's columns. A copier waits for free slots and for nothing else. Rows lie
-an odd number of 16 bytes apart, so that 8 lanes that read 16 bytes of 8 rows use all banks.
+First this block's units, every ``blocks``-th of all, in slots of a few groups of 64 gate and 64 up rows; then its rows
+of the weight beside the experts; then, expert by expert, the rows of W2 that make this block's columns. A copier waits
+for free slots and for nothing else. Rows lie an odd number of 16 bytes apart, so that 8 lanes that read 16 bytes of 8
+rows use all banks.
 """
 from __future__ import annotations
 
@@ -60,6 +61,22 @@ def copy_weights(at: Any, count: Any, half: Any, block: Any, lane: Any, shared: 
                 _copy_slice(at.w1.toint(), at.s1.toint(), begin, unit, part, ring, scales, policy, lane, p)
                 _copy_slice(at.w3.toint(), at.s3.toint(), begin, unit, part, ring + TILE * p.up_pitch,
                             scales + TILE * p.slice, policy, lane, p)
+                arrive_copied(shared + where["full"] + slot * 8)
+            fill = fill + 1
+    if cutlass.const_expr(p.side_width > 0):
+        side_first = block * p.side_columns
+        side_pieces = p.side_deep // 8
+        side_rows = cutlass.min(Int32(p.side_columns), p.side_rows - side_first)
+        for part in cutlass.range(p.side_steps, unroll=1):
+            if (fill & 1) == half:
+                slot = fill % p.slots
+                await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
+                ring = shared + where["ring"] + slot * p.slot_bytes
+                for piece in cutlass.range(lane, side_rows * side_pieces, 32, unroll=2):
+                    row, inside = piece // side_pieces, piece % side_pieces * PIECE
+                    source = at.w.toint() + Int64(side_first + row) * (2 * p.side_width)
+                    source = source + Int64(part * (2 * p.side_deep) + inside)
+                    copy_async(ring + row * p.side_pitch + inside, source, policy, Int32(1))
                 arrive_copied(shared + where["full"] + slot * 8)
             fill = fill + 1
     turn = p.blocks - 1 - block

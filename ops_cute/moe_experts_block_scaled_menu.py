@@ -5,7 +5,7 @@ nobody has timed either, the tensor core's idle time and the integer instruction
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..compiler.call import Scratch
@@ -29,7 +29,15 @@ def _plan(region: Region, slots: int) -> Static:
         tokens=ids[0], top_k=ids[1], width=2 * w1[2], inter=w1[1], out_width=region.value("w2").shape[1], local=w1[0],
         experts=attrs["experts"], blocks=LEAST_BLOCKS, slots=slots, weights="e4m3",
         terms=1 if attrs["activation"] == "mxfp8" else 2, stride_x=0, stride_out=0, beta=1.0, linear_beta=1.0,
-        dependent=False)
+        dependent=False, **_side(region))
+
+
+def _side(region: Region) -> dict[str, int]:
+    """Sizes of the projection beside the experts; none without it."""
+    if "w" not in region.binding:
+        return {}
+    rows, columns = region.value("w").shape
+    return {"side_rows": rows, "side_width": columns}
 
 
 def needs(region: Region) -> str | None:
@@ -44,9 +52,27 @@ def needs(region: Region) -> str | None:
         return f"experts of {width} x {inter} x {out_width}: not multiples of {LANES}, 32 and 16"
     if local > LIST_BITS:
         return f"{local} experts of a rank, at most {LIST_BITS}"
-    if _plan(region, 2).columns > LANES:
-        return f"{out_width} columns on {LEAST_BLOCKS} blocks: more than {LANES} each"
+    reason = needs_beside(region) if "w" in region.binding else None
+    if reason is not None:
+        return reason
+    plan = _plan(region, 2)
+    if max(plan.columns, plan.side_columns) > LANES:
+        return f"{max(out_width, plan.side_rows)} columns on {LEAST_BLOCKS} blocks: more than {LANES} each"
     return None if configs(region) else f"experts of {inter} x {out_width}: two slots do not fit shared memory"
+
+
+def needs_beside(region: Region) -> str | None:
+    """Which product may stand beside the experts: the down-projection of a shared expert."""
+    a, w, s = (region.value(name) for name in ("a", "w", "s"))
+    rows, columns = w.shape
+    dtypes = (a.dtype, w.dtype, s.dtype)
+    if dtypes != ("bf16", "bf16", "bf16"):
+        return f"the product beside is {dtypes[0]} by {dtypes[1]} to {dtypes[2]}, the kernel multiplies bf16"
+    if a.shape != (region.value("ids").shape[0], columns):
+        return f"the product beside reads {a.shape}, not the rows of the experts"
+    if rows <= columns:
+        return f"the product beside makes {rows} columns of {columns}, a shared expert's down-projection makes more"
+    return f"the product beside has {columns} columns, not a multiple of 32" if columns % 32 else None
 
 
 def needs_mxfp8(region: Region) -> str | None:
@@ -76,22 +102,26 @@ def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
             "epochs": Scratch((MOST_BLOCKS,), "i32", zeroed=True, kept=True)}
 
 
-PATTERN = """\
+_EXPERTS = """\
 gate, up = experts_gate_up(x, ids, rank, w1, w3, s1, s3)
 act = situ_and_mul(gate, up)
 pairs = experts_down(act, ids, rank, w2, s2)
 out = experts_combine(pairs, weights)
--> out"""
+"""
+_ALONE, _SHARED = f"{_EXPERTS}-> out", f"& s = linear(a, w)\n{_EXPERTS}-> out, s"
 
+
+def _kernel(name: str, least: int, reason: Callable[[Region], str | None], pattern: str, note: str) -> KernelDef:
+    return KernelDef(id=f"cute.moe_experts_block_scaled{name}", entry=ENTRY, arch=ARCH, rows=(least, TOKENS),
+                     needs=reason, configs=configs, scratch=scratch, pattern=pattern, note=note)
+
+
+# up to 8 rows of bf16 are the kernel's for ``mma.sync``, which has run
 KERNELS: tuple[KernelDef, ...] = (
-    KernelDef(
-        id="cute.moe_experts_block_scaled", entry=ENTRY, arch=ARCH, rows=(1, TOKENS), needs=needs_mxfp8,
-        configs=configs, scratch=scratch, pattern=PATTERN,
-        note="W1, W3, SiTU, W2 and the weighted sum on block-scaled tensor cores; rows and activations are MXFP8",
-    ),
-    KernelDef(
-        id="cute.moe_experts_block_scaled_bf16", entry=ENTRY, arch=ARCH, rows=(9, TOKENS), needs=needs_bf16,
-        configs=configs, scratch=scratch, pattern=PATTERN,
-        note="the same for more than 8 rows of bf16, each number as two of the tensor core's",
-    ),
+    _kernel("", 1, needs_mxfp8, _ALONE, "W1, W3, SiTU, W2 and the weighted sum on block-scaled tensor cores; rows and "
+                                        "activations are MXFP8"),
+    _kernel("_shared", 1, needs_mxfp8, _SHARED, "the same, and the shared expert's down-projection in the same grid"),
+    _kernel("_bf16", 9, needs_bf16, _ALONE, "the same for more than 8 rows of bf16, each number as two of the tensor "
+                                            "core's"),
+    _kernel("_bf16_shared", 9, needs_bf16, _SHARED, "both"),
 )

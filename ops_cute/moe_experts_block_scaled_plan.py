@@ -58,6 +58,11 @@ class Static:
     beta: float
     linear_beta: float
     dependent: bool
+    # the projection beside the experts: columns and rows of its weight, 0 without it
+    side_width: int = 0
+    side_rows: int = 0
+    stride_a: int = 0
+    stride_s: int = 0
 
     # work
 
@@ -155,7 +160,29 @@ class Static:
 
     @property
     def slot_bytes(self) -> int:
-        return round_up(max(self.up_bytes, self.together * self.down_bytes), 128)
+        side_bytes = self.side_columns * self.side_pitch if self.side_width else 0
+        return round_up(max(self.up_bytes, self.together * self.down_bytes, side_bytes), 128)
+
+    # the projection beside the experts, in bf16
+
+    @property
+    def side_columns(self) -> int:
+        """Columns of its result, rows of its weight, of one block."""
+        return -(-self.side_rows // self.blocks)
+
+    @property
+    def side_deep(self) -> int:
+        """Columns of a step: twice the bytes of as many weights, so as many as a stage holds."""
+        return max(n for n in (32, 64, 128) if self.side_width % n == 0 and 2 * n <= DEPTH * self.deep)
+
+    @property
+    def side_steps(self) -> int:
+        return self.side_width // self.side_deep
+
+    @property
+    def side_pitch(self) -> int:
+        """Between rows in a slot: an odd number of 16 bytes."""
+        return 2 * self.side_deep + PIECE
 
     # rows and sums
 

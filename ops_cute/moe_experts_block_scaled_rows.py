@@ -88,6 +88,34 @@ def stage_rows(at: Any, count: Any, block: Any, own: Any, lane: Any, shared: Any
     return step
 
 
+@cute.jit
+def stage_side(a: Any, step: Any, own: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The stagers: every fourth step, columns of all rows of ``a`` as they are. Returns the steps."""
+    pieces = p.side_deep // 8
+    for part in cutlass.range(p.side_steps, unroll=1):
+        stage = step & 1
+        rows = shared + where["rows"] + stage * p.operand_bytes
+        if (step & 3) == own:
+            for start in cutlass.range(0, p.tokens * pieces, 32 * AHEAD, unroll=1):
+                held = []
+                for i in cutlass.range_constexpr(AHEAD):
+                    index = start + 32 * i + lane
+                    real = flag(index < p.tokens * pieces)
+                    source = a + Int64(index // pieces) * (2 * p.stride_a)
+                    source = source + Int64(part * (2 * p.side_deep) + index % pieces * PIECE)
+                    held.append((load_words(source, guard=real), index, real))
+                await_phase(shared + where["stage_empty"] + stage * 8, ((step >> 1) & 1) ^ 1)
+                for i in cutlass.range_constexpr(AHEAD):
+                    words, index, real = held[i]
+                    store_many(rows + row_place(index // pieces, index % pieces, p.operand_rows), words, real)
+            fence_shared()
+        else:
+            await_phase(shared + where["stage_empty"] + stage * 8, ((step >> 1) & 1) ^ 1)
+        arrive(shared + where["stage_full"] + stage * 8)
+        step = step + 1
+    return step
+
+
 def _fragment(index: Any, begin: Any, n: Any, padded: Any, part: Any, shared: Any, where: Any,
               p: Static) -> tuple[Any, Any, Any]:
     """16 activations of a pass: where they come from in ``act``, where they go in a stage's rows, whether they are."""

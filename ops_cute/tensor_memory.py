@@ -79,6 +79,12 @@ def multiply(sums: Any, weights: Any, rows: Any, instruction: Any, weight_scales
         [sums, weights, rows, instruction, weight_scales, row_scales, Int32(add)])
 
 
+def multiply_bf16(sums: Any, weights: Any, rows: Any, instruction: Any, add: Any) -> None:
+    """One thread: 128 x n x 16 of bf16, as ``multiply`` without scales."""
+    ptx("{ .reg .pred p; setp.ne.b32 p, $4, 0; tcgen05.mma.cta_group::1.kind::f16 [$0], [$1], $2, $3, p; }", [],
+        [sums, weights, rows, instruction, Int32(add)])
+
+
 def commit(barrier: Any) -> None:
     """One thread: one arrival at ``barrier`` when all that it has issued has ended."""
     ptx("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [$0];", [], [barrier])

@@ -1,11 +1,11 @@
 """A fifth-generation tensor core for ``warp_emulator.py``: its memory and instructions, from the PTX ISA alone.
 
-``tcgen05`` and what feeds it, for the kind mxf8f6f4 with block scales and one CTA. Descriptors are taken apart bit by
-bit by the ISA's tables 40 and 43; nothing here comes from ``blackwell_layouts.py``. What is issued ends later, one by
-one in the order of issue, at moments drawn by chance; a store to tensor memory is there when its warp has waited for
-it; shared memory is seen as it was at the last fence of the async proxy. Memory begins as noise, so that what was never
-written shows. Not modelled: out-of-order ends of unrelated instructions, and ``tcgen05.fence``, which orders nothing
-that this model reorders.
+``tcgen05`` and what feeds it, for kind mxf8f6f4 with block scales, kind f16 with bf16, and one CTA. Descriptors are
+taken apart bit by bit by the ISA's tables 40, 42 and 43; nothing here comes from ``blackwell_layouts.py``. What is
+issued ends later, one by one in the order of issue, at moments drawn by chance; a store to tensor memory is there when
+its warp has waited for it; shared memory is seen as it was at the last fence of the async proxy. Memory begins as
+noise, so that what was never written shows. Not modelled: out-of-order ends of unrelated instructions, and
+``tcgen05.fence``, which orders nothing that this model reorders.
 """
 from __future__ import annotations
 
@@ -119,6 +119,24 @@ class Core:
             total = (left @ right.T + old).astype(np.float32)
         self.memory[:, column : column + n] = total.view(np.uint32)
         self.done.append("mma")
+
+    def multiply_bf16(self, sums: int, weights: int, rows: int, instruction: int, add: bool) -> None:
+        n, m = bits(instruction, 17, 6) << 3, bits(instruction, 24, 5) << 4
+        assert m == 128, f"{m} x {n}"
+        assert 8 <= n <= 256, f"{m} x {n}"
+        zero = [bits(instruction, *span) for span in ((0, 4), (6, 1), (13, 4), (23, 1), (29, 3))]
+        assert not any(zero), f"reserved, sparse, negated or transposed: {instruction:#x}"
+        kinds = [bits(instruction, *span) for span in ((4, 2), (7, 3), (10, 3))]
+        assert kinds == [1, 1, 1], f"not fp32 sums of bf16 and bf16: {kinds}"
+        left, right = self.bytes(weights, 8), SharedMatrix.of(rows).rows(self.shared, n, 2)
+        left, right = (torch.from_numpy(x.copy()).view(torch.bfloat16).double().numpy() for x in (left, right))
+        lane, column = self.at(sums, n)
+        assert lane == 0
+        with np.errstate(all="ignore"):
+            old = self.memory[:, column : column + n].view(np.float32) if add else 0.0
+            total = (left @ right.T + old).astype(np.float32)
+        self.memory[:, column : column + n] = total.view(np.uint32)
+        self.done.append("mma bf16")
 
     def copy_scales(self, address: int, matrix: int) -> None:
         lane, column = self.at(address, 4)
@@ -258,6 +276,12 @@ def multiply(sums: Any, weights: Any, rows: Any, instruction: Any, weight_scales
     core.queue.append(lambda: core.multiply(*values, add=whether))
 
 
+def multiply_bf16(sums: Any, weights: Any, rows: Any, instruction: Any, add: Any) -> None:
+    core, values = _core(), [_one(v) for v in (sums, weights, rows, instruction)]
+    whether = bool(_one(Int32(add)))
+    core.queue.append(lambda: core.multiply_bf16(*values, add=whether))
+
+
 def commit(barrier: Any) -> None:
     core, one = _core(), warp_emulator._warp().block.barriers[_one(barrier)]
 
@@ -303,9 +327,11 @@ def from_e4m3(pair: Any) -> list[Any]:
 
 INSTRUCTIONS = {function.__name__: function for function in (
     allocate, deallocate, fence_before, fence_shared, store_columns, await_stores, load_columns, copy_scales, multiply,
-    commit, load_four, store_many, copy_small, scale_byte, to_e4m3, from_e4m3)} | {"fence_after": fence_after}
+    multiply_bf16, commit, load_four, store_many, copy_small, scale_byte, to_e4m3, from_e4m3)}
+INSTRUCTIONS["fence_after"] = fence_after
 MODULES = ("mxfp4", "mxfp8", "moe_parts", "tensor_memory", "moe_experts_block_scaled_list",
-           "moe_experts_block_scaled_rows", "moe_experts_block_scaled_copy", "moe_experts_block_scaled")
+           "moe_experts_block_scaled_weights", "moe_experts_block_scaled_rows",
+           "moe_experts_block_scaled_copy", "moe_experts_block_scaled")
 
 
 def load() -> dict[str, Any]:

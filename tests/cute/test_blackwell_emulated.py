@@ -12,7 +12,7 @@ import pytest
 import tensor_core
 import torch
 from kernel_check import Case, Setting
-from test_moe_emulated import SMALL, region_of, tensors_of
+from test_moe_emulated import BESIDE, SMALL, region_of, tensors_of
 
 from k3plan.compiler.kernel import Region
 from k3plan.graphs.launch import allocate, arguments_of, make_call, scratch_of
@@ -27,8 +27,9 @@ def modules() -> dict[str, Any]:
 
 
 def check(region: Region, setting: Setting, config: Mapping[str, Any], blocks: int, launches: int = 2,
-          change: Any = lambda inputs: None) -> list[tensor_core.Core]:
-    """Launches with fresh inputs, changed by ``change``, through one binding. Returns the tensor cores of the last."""
+          change: Any = lambda inputs: None, keep: list[Any] | None = None) -> list[tensor_core.Core]:
+    """Launches with fresh inputs, changed by ``change``, through one binding. Returns the tensor cores of the last, and
+    leaves its tensors in ``keep``."""
     made = modules()["moe_experts_block_scaled"]
     made.multiprocessors = lambda device: blocks
     tensors = tensors_of(region, kernel_check.make_inputs(region, setting, 0, "cpu"))
@@ -44,6 +45,8 @@ def check(region: Region, setting: Setting, config: Mapping[str, Any], blocks: i
         before = {name: tensors[name].clone() for name in region.inputs}
         cores = tensor_core.run(launch, [*tensors.values(), *scratch.values()], seed)
         kernel_check._compare(Case(region.kernel.id, region, config, setting), before, tensors, seed)
+    if keep is not None:
+        keep.append(tensors)
     return cores
 
 
@@ -89,6 +92,28 @@ def test_a_rank_without_experts_of_the_step_has_zeros() -> None:
     assert not any(core.done for core in cores)
 
 
+@pytest.mark.parametrize(("rows", "numerics", "tp", "experts"), [(3, MXFP8, 2, "tp"), (12, BF16, 1, "tp"),
+                                                                 (10, MXFP8, 2, "ep")])
+def test_experts_and_the_shared_product_beside(rows: int, numerics: Any, tp: int, experts: str) -> None:
+    """Both are right, and the experts' part is to the bit what they make alone."""
+    case = Setting("small", BESIDE, tp, rows, 1, experts, numerics)
+    config = {"slots": 2, "weights": "e4m3"}
+    both = region_of([kernel for kernel in menu.KERNELS if "shared" in kernel.id], case)
+    alone = region_of([kernel for kernel in menu.KERNELS if "shared" not in kernel.id], case)
+    found: list[dict[str, torch.Tensor]] = []
+
+    def same(inputs: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in inputs.items():
+            tensor.copy_(found[0][alone.binding[name]])
+
+    cores = check(both, case, config, 4, launches=2, keep=found)
+    assert all("mma bf16" in core.done for core in cores)
+    cores = check(alone, case, config, 4, launches=1, keep=found, change=same)
+    assert not any("mma bf16" in core.done for core in cores)
+    assert set(both.outputs) == {*alone.outputs, both.binding["s"]}
+    assert all(torch.equal(found[0][name], found[1][name]) for name in alone.outputs)
+
+
 def _too_early(barrier: Any) -> None:
     """A commit that does not wait for what was issued."""
     one = tensor_core.warp_emulator._warp().block.barriers[tensor_core._one(barrier)]
@@ -98,12 +123,13 @@ def _too_early(barrier: Any) -> None:
 
 FAULTS = {
     "a stage is free before its products have ended": ("moe_experts_block_scaled", "commit", _too_early),
-    "weights are handed over before they are stored": ("moe_experts_block_scaled", "await_stores", lambda: None),
+    "weights are handed over before they are stored": (
+        "moe_experts_block_scaled_weights", "await_stores", lambda: None),
     "rows are not fenced for the tensor core": ("moe_experts_block_scaled_rows", "fence_shared", lambda: None),
     "scales of rows are in another lane": (
         "moe_experts_block_scaled_rows", "scale_place", lambda row, group: (row ^ 1) * 16 + (group & 3)),
     "columns of weights are not in the order of rows": (
-        "moe_experts_block_scaled", "weight_words", lambda word, weights: (word & 0x1C1C1C1C,) * 2),
+        "moe_experts_block_scaled_weights", "weight_words", lambda word, weights: (word & 0x1C1C1C1C,) * 2),
     "two sums share a place": ("moe_experts_block_scaled", "_sums_of", None),
 }
 

@@ -21,7 +21,7 @@ from tensor_core import Core
 from k3plan.compiler.build import build_graph
 from k3plan.compiler.compile import compile_spec
 from k3plan.compiler.covering.match import find_regions
-from k3plan.compiler.kernel import KernelDef, Menu, Region
+from k3plan.compiler.kernel import Menu, Region
 from k3plan.compiler.ops.mxfp4 import E2M1, pack_mxfp4, unpack_mxfp4
 from k3plan.compiler.ops.mxfp8 import round_to_mxfp8
 from k3plan.compiler.passes.merge import merge_projections
@@ -219,7 +219,6 @@ def test_sizes_fit_and_lie_right(p: Static) -> None:
     # the instruction takes 8 to 256 rows, a multiple of 8; scales of 128 rows are a block
     assert p.operand_rows % 8 == 0
     assert 8 <= p.operand_rows <= 128
-    assert 2 * p.operand_rows // p.terms * p.terms <= 2 * p.sum_columns
     # all columns of a block's experts are rows of the instruction
     assert p.together * p.columns <= layouts.LANES
     assert p.together * p.down_bytes <= p.slot_bytes
@@ -243,6 +242,23 @@ def test_sizes_fit_and_lie_right(p: Static) -> None:
         assert end <= p.out_width * p.inter_groups
 
 
+@pytest.mark.parametrize(("rows", "width"), [(7168, 384), (7168, 768), (7168, 192), (336, 160)])
+@pytest.mark.parametrize("blocks", [132, 148])
+def test_the_product_beside_fits_a_stage_and_a_slot(rows: int, width: int, blocks: int) -> None:
+    p = replace(plan(64, 192, 896, 2, blocks), side_rows=rows, side_width=width)
+    alone = replace(p, side_rows=0, side_width=0)
+    assert p.side_columns * p.side_pitch <= p.slot_bytes == alone.slot_bytes
+    assert p.place() == alone.place()
+    assert p.side_deep * p.side_steps == width
+    assert 2 * p.side_deep <= 32 * p.deep  # bytes of a row: operands in shared memory, columns of tensor memory
+    assert p.tokens <= p.operand_rows
+    assert p.side_columns <= layouts.LANES
+    assert len({row * p.side_pitch // 16 % 8 for row in range(8)}) == 8
+    done = [c for block in range(blocks)
+            for c in range(block * p.side_columns, min(rows, (block + 1) * p.side_columns))]
+    assert done == list(range(rows))
+
+
 def test_kimi_k3_keeps_100_kilobytes_in_flight() -> None:
     for rows, activation in product((16, 64), ("bf16", "mxfp8")):
         region = real_region(rows, activation)
@@ -253,12 +269,13 @@ def test_kimi_k3_keeps_100_kilobytes_in_flight() -> None:
 
 
 def real_region(rows: int, activation: str, tp: int = 16, experts: str = "tp",
-                choose: tuple[KernelDef, ...] = menu.KERNELS) -> Region:
+                shared: bool = False) -> Region:
     spec = real_shapes._spec(rows, 1, Choices("replicated", "all_reduce", "replicated"))
     spec = replace(spec, layers=(1,), parallel=Parallel(tp, experts),
                    numerics=replace(spec.numerics, expert_activation=activation))
     graph = merge_projections(shard_graph(build_graph(spec), spec, algebra_of(spec))[0])[0]
-    (region,), _ = find_regions(graph, Menu(choose), arch="sm_103", rows=rows)
+    chosen = [kernel for kernel in menu.KERNELS if ("_shared" in kernel.id) == shared]
+    (region,), _ = find_regions(graph, Menu(chosen), arch="sm_103", rows=rows)
     return region
 
 
@@ -267,6 +284,8 @@ def real_region(rows: int, activation: str, tp: int = 16, experts: str = "tp",
     (9, "bf16", "cute.moe_experts_block_scaled_bf16"), (64, "bf16", "cute.moe_experts_block_scaled_bf16")])
 def test_each_activation_has_its_kernel(rows: int, activation: str, kernel: str) -> None:
     assert real_region(rows, activation).kernel.id == kernel
+    beside = real_region(rows, activation, shared=True)
+    assert (beside.kernel.id, beside.binding["s"]) == (f"{kernel}_shared", "L1.mlp.shared_down")
 
 
 @pytest.mark.parametrize(("sizes", "reason"), [
@@ -283,9 +302,10 @@ def test_what_it_cannot_do_is_told(sizes: dict[str, int], reason: str) -> None:
     assert any(re.search(reason, miss.reason) for miss in misses), [miss.reason for miss in misses]
 
 
-@pytest.mark.parametrize("rows", [9, 64])
-@pytest.mark.parametrize(("activation", "kernel"), [
-    ("mxfp8", "cute.moe_experts_block_scaled"), ("bf16", "cute.moe_experts_block_scaled_bf16")])
+@pytest.mark.parametrize(("rows", "activation", "kernel"), [
+    (1, "mxfp8", "cute.moe_experts_block_scaled_shared"), (8, "mxfp8", "cute.moe_experts_block_scaled_shared"),
+    (64, "mxfp8", "cute.moe_experts_block_scaled_shared"), (9, "bf16", "cute.moe_experts_block_scaled_bf16_shared"),
+    (64, "bf16", "cute.moe_experts_block_scaled_bf16_shared")])
 def test_the_plan_of_a_gb300_takes_it(rows: int, activation: str, kernel: str) -> None:
     """And that of an H200 has never heard of it."""
     overrides = ("model.layers=[1, 3]", f"step.sequences={rows}", f"numerics.expert_activation={activation}")
@@ -297,18 +317,19 @@ def test_the_plan_of_a_gb300_takes_it(rows: int, activation: str, kernel: str) -
 
 # the binary
 
-# operations by number, as nvdisasm names them: the block-scaled product, the copy of scales, tensor memory's store and
-# load
-UTCQMMA, UTCCP, STTM, LDTM = 0xFEA, 0x9E7, 0x9ED, 0x9EE
+# operations by number, as nvdisasm names them: products of 8 and of 16 bits, the copy of scales, tensor memory's store
+# and load
+UTCQMMA, UTCHMMA, UTCCP, STTM, LDTM = 0xFEA, 0x9EA, 0x9E7, 0x9ED, 0x9EE
 
 
 @pytest.mark.parametrize("target", ["sm_100a", "sm_103a"])
-@pytest.mark.parametrize(("rows", "activation"), [(1, "mxfp8"), (64, "bf16")])
-def test_it_compiles_and_spills_nothing(target: str, rows: int, activation: str) -> None:
+@pytest.mark.parametrize(("rows", "activation", "shared"), [(1, "mxfp8", True), (64, "bf16", False),
+                                                            (64, "bf16", True)])
+def test_it_compiles_and_spills_nothing(target: str, rows: int, activation: str, shared: bool) -> None:
     from k3plan.ops_cute.compile_check import compile_launch, operations
     from k3plan.ops_cute.launching import compile_kernel
 
-    region = real_region(rows, activation)
+    region = real_region(rows, activation, shared=shared)
     for config in region.kernel.configs(region)[::2]:
         launch = bind_region(region, random_inputs(region, "meta"), config, dependent_launch=True)
         usage = compile_launch(launch, target)
@@ -319,5 +340,6 @@ def test_it_compiles_and_spills_nothing(target: str, rows: int, activation: str)
         # a product for each group of a step, issued once and not in a loop over the warp's lanes
         assert found.count(UTCQMMA) == p.slice + p.down_slice
         assert found.count(UTCCP) == -(-p.slice // 4) + -(-p.down_slice // 4)
-        assert found.count(STTM) == found.count(UTCQMMA) + found.count(UTCCP)
-        assert found.count(LDTM) == 2 * p.terms
+        assert found.count(UTCHMMA) == (p.side_deep // 16 if shared else 0)
+        assert found.count(STTM) == found.count(UTCQMMA) + found.count(UTCCP) + found.count(UTCHMMA)
+        assert found.count(LDTM) == 2 * p.terms + shared

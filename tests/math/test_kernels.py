@@ -46,7 +46,8 @@ def test_kernel_on_the_device(case: kernel_check.Case, device: str) -> None:
 REAL_SIZES = ("cute.moe_experts", "cute.moe_experts_shared", "cute.moe_front", "cute.moe_front_plain",
               "cute.moe_experts_gathered",
               # for sm_100 and sm_103 only: tests/cute/test_blackwell_emulated.py
-              "cute.moe_experts_block_scaled", "cute.moe_experts_block_scaled_bf16")
+              "cute.moe_experts_block_scaled", "cute.moe_experts_block_scaled_bf16",
+              "cute.moe_experts_block_scaled_shared", "cute.moe_experts_block_scaled_bf16_shared")
 
 
 def test_every_kernel_has_a_case() -> None:
