@@ -57,10 +57,10 @@ def setting(rows: int, numerics: Any, tp: int, experts: str, sizes: Mapping[str,
 CASES = {
     "one-row": (1, MXFP8, 1, "tp", {}, "e4m3"),
     "half-a-tile": (3, MXFP8, 2, "tp", {"latent": 256}, "e2m1"),
-    "two-terms": (9, BF16, 1, "tp", {"moe_intermediate": 192}, "e4m3"),
-    "whole-experts": (20, BF16, 2, "ep", {"latent": 512, "moe_intermediate": 96}, "e2m1"),
-    "many-pairs": (40, MXFP8, 2, "tp", {"moe_intermediate": 128, "experts": 5}, "e4m3"),
-    "two-steps-of-w2": (2, BF16, 1, "tp", {"moe_intermediate": 384, "experts": 6}, "e4m3"),
+    "two-terms": (9, BF16, 1, "tp", {"moe_intermediate": 192, "experts": 6}, "e4m3"),
+    "whole-experts": (11, BF16, 2, "ep", {"latent": 512, "moe_intermediate": 96, "experts": 8}, "e2m1"),
+    "many-pairs": (24, MXFP8, 2, "tp", {"moe_intermediate": 128, "experts": 5}, "e4m3"),
+    "two-steps-of-w2": (2, BF16, 1, "tp", {"moe_intermediate": 384, "experts": 5}, "e4m3"),
 }
 
 
@@ -70,7 +70,8 @@ def test_experts(name: str) -> None:
     case = setting(rows, numerics, tp, experts, sizes)
     # a kernel for more than 8 rows of bf16 can do fewer, where the planner does not ask it
     kernels = [replace(kernel, rows=(1, 64)) for kernel in menu.KERNELS]
-    check(region_of(kernels, case), case, {"slots": 2, "weights": weights}, blocks=4)
+    # the third launch uses the first one's part of the activations again
+    check(region_of(kernels, case), case, {"slots": 2, "weights": weights}, 4, launches=3 if rows < 8 else 1)
 
 
 @pytest.mark.parametrize("numerics", [BF16, MXFP8], ids=["bf16", "mxfp8"])
@@ -106,7 +107,7 @@ def test_experts_and_the_shared_product_beside(rows: int, numerics: Any, tp: int
         for name, tensor in inputs.items():
             tensor.copy_(found[0][alone.binding[name]])
 
-    cores = check(both, case, config, 4, launches=2, keep=found)
+    cores = check(both, case, config, 4, launches=1, keep=found)
     assert all("mma bf16" in core.done for core in cores)
     cores = check(alone, case, config, 4, launches=1, keep=found, change=same)
     assert not any("mma bf16" in core.done for core in cores)
