@@ -127,6 +127,20 @@ def leaves(recipe: Recipe) -> Iterator[Leaf | StackLeaf]:
             yield from leaves(recipe.part)
 
 
+def differs_by_rank(recipe: Recipe) -> bool:
+    """Whether ranks hold different parts."""
+    match recipe:
+        case Shard():
+            return True
+        case Cat(_, parts):
+            return any(differs_by_rank(part) for part in parts)
+        case Mul(left, right):
+            return differs_by_rank(left) or differs_by_rank(right)
+        case Slice() | Reshape():
+            return differs_by_rank(recipe.part)
+    return False
+
+
 def to_json(recipe: Recipe) -> Any:
     """The recipe as nested JSON lists: ``[kind, ...]``."""
     match recipe:

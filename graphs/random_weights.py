@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ..compiler.recipe import Recipe, leaves, shape_of
+from ..compiler.recipe import Recipe, differs_by_rank, leaves, shape_of
 from .boxes import Box
 from .load import TORCH_DTYPES, Loadable, TensorInfo, stored_tensors
 
@@ -75,7 +75,8 @@ class RandomSource:
 class RankRandom:
     """Random weights of one rank, made at their local shapes in one pass: for timing at full size.
 
-    Fast, and the ranks do not agree with each other; ``RandomSource`` makes weights of one model.
+    Fast, and no model's: what every rank holds is equal on all, so that they choose the same experts, but their parts
+    of a tensor are not parts of one. ``RandomSource`` makes weights of one model.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -87,7 +88,8 @@ class RankRandom:
         made = {}
         for name, weight in weights.items():
             out = torch.empty(shape_of(weight.recipe), dtype=TORCH_DTYPES[weight.dtype], device=device)
-            made[name] = fill(out, next(leaves(weight.recipe)).names[0], self.seed + rank)
+            seed = self.seed + (rank if differs_by_rank(weight.recipe) else 0)
+            made[name] = fill(out, next(leaves(weight.recipe)).names[0], seed)
         return made
 
 

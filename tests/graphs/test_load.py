@@ -15,7 +15,7 @@ from k3plan.compiler.errors import BindError, CheckpointError, ConversionWarning
 from k3plan.compiler.recipe import Cat, Leaf, Mul, Recipe, Reshape, Shard, Slice, StackLeaf, Zeros, shape_of
 from k3plan.graphs.boxes import Box, cover, reshaped, sizes, span
 from k3plan.graphs.load import TORCH_DTYPES, StateDictSource, Weight, load_weights
-from k3plan.graphs.random_weights import RandomSource
+from k3plan.graphs.random_weights import RandomSource, RankRandom
 
 RANKS = 4
 
@@ -302,3 +302,14 @@ def test_a_layer_of_896_experts_is_planned_in_little_time() -> None:
     got = load_weights(StateDictSource(tensors), weights, 1)
     assert time.perf_counter() - start < 5, "5,376 reads take about 0.1 s"
     assert torch.equal(got["w5"][:, 0, 0], torch.arange(896).to(torch.uint8))
+
+
+def test_random_ranks_share_what_every_rank_holds() -> None:
+    """A norm is the same on all ranks, so that they choose the same experts; a part of a tensor is each rank's own."""
+    norm, table = Leaf(("norm.weight",), (16,), "bf16"), Leaf(("router.weight",), (8, 16), "bf16")
+    recipes = {"norm": norm, "part": Shard(0, 2, table), "cat": Cat(0, (Shard(0, 2, table), table))}
+    weights = {name: Weight(recipe, "bf16") for name, recipe in recipes.items()}
+    zero, one = (RankRandom(3).load(weights, rank) for rank in range(2))
+    assert torch.equal(zero["norm"], one["norm"])
+    assert not torch.equal(zero["part"], one["part"])
+    assert not torch.equal(zero["cat"], one["cat"])
