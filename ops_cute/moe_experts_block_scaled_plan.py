@@ -32,7 +32,7 @@ def round_up(number: int, multiple: int) -> int:
 @dataclass(frozen=True)
 class Config:
     """Slots of the ring of weights, and as what the tensor core gets them (``blackwell_layouts.weight_words``): "e4m3"
-    needs 3 integer instructions more for 8 weights, "e2m1" the container of 4-bit numbers in tensor memory."""
+    takes 2 integer instructions more for 8 weights, "e2m1" the container of 4-bit numbers in tensor memory."""
 
     slots: int = 6
     weights: str = "e4m3"
