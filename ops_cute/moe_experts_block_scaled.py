@@ -14,8 +14,8 @@ and an expert has 1.1 to 1.7 tokens at 16 to 64 rows. Weights go from the checkp
 tensor memory (a nibble becomes a byte with a shift and masks, ``blackwell_layouts.weight_words``), where lane r simply
 has row r. The other way, tensor copies that unpack into shared memory, needs rows of a multiple of 128 columns (192 is
 none) and twice the shared memory, and of its 128 bytes a clock it takes 112 at 8 TB/s (28 written, 56 read with the
-padding, 28 of rows); this way takes 84, and 35 (e4m3) or 20 (e2m1) of 64 integer instructions a clock: 4.9 and 2.8 in the binary for a word
-of 8, left shifts go to the multiplier.
+padding, 28 of rows). This way takes 84, and of 64 integer instructions a clock 35 (e4m3) or 20 (e2m1): 4.9 and 2.8 in
+the binary for a word of 8 weights, left shifts go to the multiplier.
 
 "mxfp8" activations: rows of x and activations are rounded as the op does, and are the narrow operand.
 "bf16" activations stay bf16: each number is the sum of two e4m3 with scales 16 apart (``mxfp8.terms_of``), two columns
