@@ -6,6 +6,7 @@ instruction that knows the PTX ISA only (``tensor_core.py``), and compared with 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -343,3 +344,31 @@ def test_it_compiles_and_spills_nothing(target: str, rows: int, activation: str,
         assert found.count(UTCHMMA) == (p.side_deep // 16 if shared else 0)
         assert found.count(STTM) == found.count(UTCQMMA) + found.count(UTCCP) + found.count(UTCHMMA)
         assert found.count(LDTM) == 2 * p.terms + shared
+
+
+def test_the_ptx_multiplies_with_block_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its text, as the DSL hands it to the assembler: what is issued, and that nothing is by a pair of CTAs."""
+    import cutlass.cute as cute
+
+    from k3plan.ops_cute import launching
+
+    region, texts, compile_ = real_region(64, "bf16", shared=True), [], cute.compile
+
+    class Keeping:
+        def __getitem__(self, options: tuple[Any, ...]) -> Any:
+            def compile_and_keep(*arguments: Any) -> Any:
+                done = compile_[(*options, cute.KeepPTX)](*arguments)
+                texts.append(done.__ptx__)
+                return done
+            return compile_and_keep
+
+    monkeypatch.setattr(cute, "compile", Keeping())
+    launch = bind_region(region, random_inputs(region, "meta"), dependent_launch=True)
+    launching._compile(launch, "sm_103a")
+    p, found = launch.parameters, Counter(re.findall(r"tcgen05\.[\w:.]+", texts[0]))
+    assert found["tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale"] == p.slice + p.down_slice
+    assert found["tcgen05.mma.cta_group::1.kind::f16"] == p.side_deep // 16
+    assert found["tcgen05.cp.cta_group::1.32x128b.warpx4"] == -(-p.slice // 4) + -(-p.down_slice // 4)
+    assert found["tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32"] == 1
+    assert found["tcgen05.dealloc.cta_group::1.sync.aligned.b32"] == 1
+    assert not [name for name in found if "cta_group::2" in name]
