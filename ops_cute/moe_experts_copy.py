@@ -27,6 +27,11 @@ from .primitives import select
 LIST_MASK = 0xFFFF  # of a word of the list of experts: its number
 
 
+def first_side(block: Any, count: Any, p: Any) -> Any:
+    """The first unit of the projection beside the experts that is this block's: the count of runs goes on."""
+    return (block + p.blocks - count * (p.tiles // p.run) % p.blocks) % p.blocks
+
+
 @cute.jit
 def copy_units(at: Any, fill: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
                p: cutlass.Constexpr):
@@ -64,7 +69,7 @@ def copy_by_rows(at: Any, fill: Any, count: Any, block: Any, lane: Any, shared: 
     fill = copy_units(at, fill, count, block, lane, shared, where, p)
     policy = stream_policy()
     if cutlass.const_expr(p.side_width > 0):
-        for unit in cutlass.range(block + fill * p.blocks - count * p.tiles, p.side_units, p.blocks, unroll=1):
+        for unit in cutlass.range(first_side(block, count, p), p.side_units, p.blocks, unroll=1):
             slot = fill % p.slots
             await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
             full = shared + where["full"] + slot * 8

@@ -53,11 +53,12 @@ from .moe_experts import (
     _pairs,
     _repacked,
     _rounded,
+    _side,
 )
-from .moe_experts_copy import LIST_MASK, copy_by_rows
+from .moe_experts_copy import LIST_MASK, copy_by_rows, first_side
 from .moe_experts_gathered_plan import MOST_TOKENS, Config, Gathered
 from .moe_experts_menu import LIST_BITS, MOST_BLOCKS, PARITIES
-from .moe_experts_plan import FRAGMENT, PARTIALS, THREADS, TILE, TOKENS, TOP_EXPONENT, WARPS
+from .moe_experts_plan import FRAGMENT, PARTIALS, STEP, THREADS, TILE, TOKENS, TOP_EXPONENT, WARPS
 from .moe_parts import (
     arrive,
     await_phase,
@@ -83,6 +84,7 @@ from .primitives import (
     load_shared,
     load_words,
     maximum,
+    mma,
     pack,
     ptx,
     select,
@@ -286,7 +288,8 @@ def _await_rows(at: Any, epoch: Any, lane: Any, p: cutlass.Constexpr):
 @cute.jit
 def _multiply_up(rows: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
                  where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """The warps that multiply: this warp's groups of 8 gate and 8 up rows a unit. Returns the slots used."""
+    """The warps that multiply: this warp's groups of 8 gate and 8 up rows a unit. Returns the slots used, and the sums
+    handed over."""
     column, part = lane >> 2, lane & 3
     # a warp without groups multiplies those of another by zeros
     own = cutlass.min(warp * p.own_groups, Int32(p.groups - p.own_groups))
@@ -336,21 +339,83 @@ def _multiply_up(rows: Any, count: Any, block: Any, warp: Any, lane: Any, shared
                 cute.arch.sync_warp()
                 if lane == 0:
                     arrive(shared + where["empty"] + slot * 8, guard=select(ends, Int32(1), Int32(0)))
-                buffer = step & 1
-                await_phase(shared + where["partials_empty"] + buffer * 8, ((step >> 1) & 1) ^ 1)
-                store_shared(shared + where["partials"] + buffer * PARTIALS + (warp * 32 + lane) * FRAGMENT, total)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    arrive(shared + where["partials_full"] + buffer * 8)
+                _hand_over(total, step, warp, lane, shared, where)
                 step = step + 1
             fill = fill + 1
+    return fill, step
+
+
+@cute.jit
+def _multiply_side(at: Any, fill: Any, step: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
+                   where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The warps that multiply: 16 rows of ``w`` a unit, 8 tokens and a part of the columns each. Returns the slots
+    used."""
+    steps = p.side_steps // p.side_splits
+    token, part = warp % p.eights * TOKENS + (lane >> 2), lane & 3
+    own = warp // p.eights * (steps * 2 * STEP)
+    real = select(token < p.tokens, Int32(1), Int32(0))
+    source = at.a.toint() + Int64(token) * (2 * p.stride_a) + Int64(own + part * 4)
+    a = [load_words(source + 16 * i, 1, guard=real)[0] for i in range(2 * steps)]
+    for _unit in cutlass.range(first_side(block, count, p), p.side_units, p.blocks, unroll=1):
+        slot = fill % p.slots
+        await_phase(shared + where["full"] + slot * 8, (fill // p.slots) & 1)
+        matrix = shared + where["ring"] + slot * p.slot_bytes + own
+        matrix = matrix + (lane & 15) * p.side_row_bytes + (lane >> 4) * FRAGMENT
+        total = [Float32(0.0)] * 4
+        for i in cutlass.range_constexpr(steps):
+            total = mma(load_matrices(matrix + 2 * STEP * i), a[2 * i : 2 * i + 2], total)
+        cute.arch.sync_warp()
+        if lane == 0:
+            arrive(shared + where["empty"] + slot * 8)
+        _hand_over(total, step, warp, lane, shared, where)
+        step = step + 1
+        fill = fill + 1
     return fill
 
 
 @cute.jit
-def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+def _hand_over(sums: Any, step: Any, warp: Any, lane: Any, shared: Any, where: cutlass.Constexpr):
+    """Gives this warp's sums to the finisher."""
+    buffer = step & 1
+    await_phase(shared + where["partials_empty"] + buffer * 8, ((step >> 1) & 1) ^ 1)
+    store_shared(shared + where["partials"] + buffer * PARTIALS + (warp * 32 + lane) * FRAGMENT, sums)
+    cute.arch.sync_warp()
+    if lane == 0:
+        arrive(shared + where["partials_full"] + buffer * 8)
+
+
+@cute.jit
+def _finish_side(out: Any, which: Any, step: Any, count: Any, block: Any, lane: Any, shared: Any,
+                 where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """Finisher ``which``: adds up what the warps of 8 tokens have of 16 columns of ``s`` and stores them as bf16."""
+    row, part = lane >> 2, lane & 3
+    for unit in cutlass.range(first_side(block, count, p), p.side_units, p.blocks, unroll=1):
+        if (step & 1) == which:
+            await_phase(shared + where["partials_full"] + which * 8, (step >> 1) & 1)
+            at = shared + where["partials"] + which * PARTIALS + lane * FRAGMENT
+            words = []
+            for eight in cutlass.range_constexpr(p.eights):
+                sums = load_shared(at + eight * 32 * FRAGMENT, 4)
+                for split in cutlass.range_constexpr(1, p.side_splits):
+                    more = load_shared(at + (split * p.eights + eight) * 32 * FRAGMENT, 4)
+                    sums = [a + b for a, b in zip(sums, more, strict=True)]
+                words.append(pack(sums))
+            cute.arch.sync_warp()
+            if lane == 0:
+                arrive(shared + where["partials_empty"] + which * 8)
+            for i in cutlass.range_constexpr(4 * p.eights):
+                token = i // 4 * TOKENS + 2 * part + i % 2
+                place = out + Int64(token * p.stride_s + unit * 2 * TILE + row + i % 4 // 2 * TILE) * 2
+                store_half(place, words[i // 4][i % 4 // 2] >> (16 * (i % 2)),
+                           guard=select(token < p.tokens, Int32(1), Int32(0)))
+        step = step + 1
+
+
+@cute.jit
+def _finish_units(act: Any, which: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
                   p: cutlass.Constexpr):
-    """One warp: adds up the warps' sums, applies SiTU and publishes the activations of a unit's 8 rows of 8 tokens."""
+    """Finisher ``which``: adds up every other of the warps' sums, applies SiTU and publishes the activations of a
+    unit's 8 rows of 8 tokens. Returns the sums handed over."""
     step = Int32(0)
     row, part = lane >> 2, lane & 3
     upper = (row & 2) != 0
@@ -359,20 +424,37 @@ def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, wher
         for unit in cutlass.range(p.run, unroll=1):
             tile = item % p.items * p.run + unit
             for first in cutlass.range(0, members, TOKENS, unroll=1):
-                columns = [first + 2 * part + i for i in range(2)]
-                pairs = [_pair_at(start + c, c < members, shared, where) for c in columns]
-                factors = [load_shared(shared + where["factors"] + pair // p.top_k * 4) for pair in pairs]
-                sums = _add_warps(step, lane, shared, where)
-                found = [situ(sums[i] * factors[i], sums[2 + i] * factors[i], p.beta, p.linear_beta)
-                         * 2.0**p.act_exponent for i in range(2)]
-                # rows r and r + 2 make a word: lanes of r publish the first token's, those of r + 2 the second's
-                other = lane_xor(select(upper, found[0], found[1]), 8)
-                word = not_zero(pack_f16(select(upper, other, found[0]), select(upper, found[1], other)))
-                fragment = select(upper, pairs[1], pairs[0]) * p.tiles + tile
-                offset = fragment * FRAGMENT + ((row & 1) * 2 + (row >> 2)) * 4
-                mine = select(upper, columns[1], columns[0])
-                publish(act + Int64(offset), word, select(mine < members, Int32(1), Int32(0)))
+                if (step & 1) == which:
+                    columns = [first + 2 * part + i for i in range(2)]
+                    pairs = [_pair_at(start + c, c < members, shared, where) for c in columns]
+                    factors = [load_shared(shared + where["factors"] + pair // p.top_k * 4) for pair in pairs]
+                    sums = _add_warps(step, lane, shared, where)
+                    found = [situ(sums[i] * factors[i], sums[2 + i] * factors[i], p.beta, p.linear_beta)
+                             * 2.0**p.act_exponent for i in range(2)]
+                    # rows r and r + 2 make a word: lanes of r publish the first token's, those of r + 2 the second's
+                    other = lane_xor(select(upper, found[0], found[1]), 8)
+                    word = not_zero(pack_f16(select(upper, other, found[0]), select(upper, found[1], other)))
+                    fragment = select(upper, pairs[1], pairs[0]) * p.tiles + tile
+                    offset = fragment * FRAGMENT + ((row & 1) * 2 + (row >> 2)) * 4
+                    mine = select(upper, columns[1], columns[0])
+                    publish(act + Int64(offset), word, select(mine < members, Int32(1), Int32(0)))
                 step = step + 1
+    return step
+
+
+@cute.jit
+def _finish(at: Any, act: Any, epoch: Any, which: Any, count: Any, block: Any, lane: Any, shared: Any,
+            where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """All of a finisher. Both store the rows' factors, so that neither waits for the other."""
+    _await_rows(at, epoch, lane, p)
+    for start in cutlass.range_constexpr(0, p.tokens, 32):
+        inside = select(lane + start < p.tokens, Int32(1), Int32(0))
+        found = look(at.ready.toint() + Int64(lane + start) * 8 + 4, inside, 1)[0]
+        store_word(shared + where["factors"] + (lane + start) * 4, found, inside)
+    cute.arch.sync_warp()
+    step = _finish_units(act, which, count, block, lane, shared, where, p)
+    if cutlass.const_expr(p.side_width > 0):
+        _finish_side(at.s.toint(), which, step, count, block, lane, shared, where, p)
 
 
 # the second half
@@ -529,24 +611,21 @@ def _moe_experts_gathered(arguments: Any, names: cutlass.Constexpr, p: cutlass.C
             store_words(before + Int64(index) * FRAGMENT, [Int32(0)] * 4)
         if lane == 0:
             store_words(epochs, [epoch + 1])
+        _finish(at, act, epoch, Int32(1), count, block, lane, shared, where, p)
     elif warp == FINISHER:
-        _await_rows(at, epoch, lane, p)
-        for start in cutlass.range_constexpr(0, p.tokens, 32):
-            inside = select(lane + start < p.tokens, Int32(1), Int32(0))
-            found = look(at.ready.toint() + Int64(lane + start) * 8 + 4, inside, 1)[0]
-            store_word(shared + where["factors"] + (lane + start) * 4, found, inside)
-        cute.arch.sync_warp()
-        _finish_units(act, count, block, lane, shared, where, p)
+        _finish(at, act, epoch, Int32(0), count, block, lane, shared, where, p)
     else:
         _await_rows(at, epoch, lane, p)
-        fill = _multiply_up(at.rows.toint(), count, block, warp, lane, shared, where, p)
+        fill, step = _multiply_up(at.rows.toint(), count, block, warp, lane, shared, where, p)
+        if cutlass.const_expr(p.side_width > 0):
+            fill = _multiply_side(at, fill, step, count, block, warp, lane, shared, where, p)
         if p.blocks - 1 - block < p.column_blocks:
             _multiply_down(act, fill, count, block, warp, lane, shared, where, p)
             _combine(at, block, thread, shared, where, p)
 
 
 def bind(call: Call) -> Launch:
-    """x, ids, rank, weights, w1, w3, s1, s3, w2, s2 -> out."""
+    """x, ids, rank, weights, w1, w3, s1, s3, w2, s2 -> out; with the projection beside, a, w -> s."""
     config, tensors = Config(**call.config), call.tensors
     x, ids, w1, w2, out = (tensors[name] for name in ("x", "ids", "w1", "w2", "out"))
     attrs, activation = call.attrs["gate"], call.attrs["act"]
@@ -563,10 +642,11 @@ def bind(call: Call) -> Launch:
         local=w1.shape[0], experts=attrs["experts"], blocks=blocks, slots=config.slots, bulk=True,
         stride_x=row_stride(x), stride_out=row_stride(out), beta=activation["beta"],
         linear_beta=activation["linear_beta"], rounds=attrs["activation"] == "mxfp8", dependent=call.dependent_launch,
-        run=config.run)
+        run=config.run, **_side(tensors))
     assert static.tokens <= MOST_TOKENS, f"{static.tokens} rows"
     assert static.local <= LIST_BITS, f"{static.local} experts of a rank"
     arguments = {name: tensors[name] for name in ("x", "ids", "rank", "weights", "w1", "w3", "s1", "s3", "w2", "s2")}
+    arguments |= {name: tensors[name] for name in ("a", "w", "s") if static.side_width}
     arguments |= {"out": out, **{name: call.scratch[name] for name in ("act", "epochs", "rows", "ready")}}
     assert call.scratch["act"].shape[0] == PARITIES, f"activations {call.scratch['act'].shape}"
     return KernelLaunch(_moe_experts_gathered, (blocks, 1, 1), THREADS, arguments, static,

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .moe_experts_plan import FRAGMENT, PARTIALS, THREADS, TOKENS, Static
+from .moe_experts_plan import FRAGMENT, PARTIALS, THREADS, TOKENS, WARPS, Static
 
 MOST_TOKENS = 64  # two words of bits
 
@@ -29,6 +29,16 @@ class Gathered(Static):
     def items(self) -> int:
         """Runs of units of one expert in the first half."""
         return self.tiles // self.run
+
+    @property
+    def eights(self) -> int:
+        """Groups of 8 tokens, as a power of two, of the projection beside the experts: each has warps of its own."""
+        return 1 << (-(-self.tokens // TOKENS) - 1).bit_length()
+
+    @property
+    def side_splits(self) -> int:
+        """Warps that share the columns of that projection's rows."""
+        return WARPS // self.eights
 
     @property
     def rounds_of_experts(self) -> int:

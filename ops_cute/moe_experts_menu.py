@@ -52,17 +52,20 @@ def needs_side(region: Region) -> str | None:
 
 
 def _fits(region: Region, slots: int, blocks: int = 132, run: int = 0) -> bool:
-    """Whether a ring of ``slots`` fits a block's shared memory. More blocks have fewer columns each, so less. ``run``:
-    of the gathered form."""
+    """Whether a ring of ``slots`` fits a block's shared memory. More blocks have fewer columns each, so less."""
+    return _plan(region, slots, blocks, run).place()["end"] <= SHARED_LIMIT
+
+
+def _plan(region: Region, slots: int, blocks: int, run: int) -> Static:
+    """Sizes, as far as the shapes say them. ``run``: of the gathered form, 0 for the other."""
     w1, ids = region.value("w1").shape, region.value("ids").shape
     attrs = region.attrs("experts_gate_up")
     side = region.value("w").shape if "w" in region.binding else (0, 0)
-    plan = (Gathered if run else Static)(
+    return (Gathered if run else Static)(
         run=run or 1, tokens=ids[0], top_k=ids[1], width=2 * w1[2], inter=w1[1],
         out_width=region.value("w2").shape[1], local=w1[0], experts=attrs["experts"], blocks=blocks,
         slots=slots, bulk=True, stride_x=0, stride_out=0, beta=1.0, linear_beta=1.0, rounds=False, dependent=False,
         side_rows=side[0], side_width=side[1])
-    return plan.place()["end"] <= SHARED_LIMIT
 
 
 def configs(region: Region) -> list[dict[str, Any]]:
@@ -84,6 +87,18 @@ def needs_gathered(region: Region) -> str | None:
     if reason is None and not gathered_configs(region):
         pairs, width = region.value("ids").shape, region.value("w2").shape[1]
         return f"products of {pairs[0]} x {pairs[1]} pairs by {width} columns do not fit shared memory beside two slots"
+    return reason
+
+
+def needs_gathered_side(region: Region) -> str | None:
+    """As ``needs_gathered`` and ``needs_side``; the warps of 8 tokens share the columns of the product evenly."""
+    reason = needs_side(region) or needs_gathered(region)
+    if reason is None:
+        rows, columns = region.value("a").shape
+        plan = _plan(region, 2, 132, 4)
+        assert isinstance(plan, Gathered)
+        if columns // STEP % plan.side_splits:
+            return f"the product beside has {columns} columns for {plan.side_splits} warps of each 8 of {rows} rows"
     return reason
 
 
@@ -125,5 +140,11 @@ KERNELS: tuple[KernelDef, ...] = (
         id="cute.moe_experts_gathered", entry=GATHERED, arch=ARCH, rows=(TOKENS + 1, MOST_TOKENS),
         needs=needs_gathered, configs=gathered_configs, scratch=gathered_scratch, pattern=f"{_EXPERTS}-> out",
         note="the same for more rows: each expert multiplies the rows that chose it, its weights are read once",
+    ),
+    KernelDef(
+        id="cute.moe_experts_gathered_shared", entry=GATHERED, arch=ARCH, rows=(TOKENS + 1, MOST_TOKENS),
+        needs=needs_gathered_side, configs=gathered_configs, scratch=gathered_scratch,
+        pattern=f"& s = linear(a, w)\n{_EXPERTS}-> out, s",
+        note="the same, and the shared expert's down-projection while activations are on their way",
     ),
 )

@@ -94,7 +94,7 @@ def test_gathered_experts(rows: int, tp: int, experts: str, numerics: Any, block
             inputs["ids"][:] = inputs["ids"][:1].clone()
 
     setting = Setting("small", SMALL, tp, rows, 1, experts, numerics)
-    region = region_of(moe_experts_menu.KERNELS[2:], setting)
+    region = region_of(moe_experts_menu.KERNELS[2:3], setting)
     check("moe_experts_gathered", region, setting, {"slots": slots, "run": run}, blocks, change=choose)
 
 
@@ -104,12 +104,24 @@ def test_experts_and_the_shared_product_beside(rows: int, tp: int, experts: str,
                                                blocks: int) -> None:
     """Both are right, and the experts' part is to the bit what they make alone."""
     setting = Setting("small", BESIDE, tp, rows, 1, experts, kernel_check.PLAIN if bulk else kernel_check.FP8)
-    config = {"slots": slots, "bulk": bulk}
-    alone, both = (region_of([kernel], setting) for kernel in moe_experts_menu.KERNELS[:2])
-    tensors = check("moe_experts", both, setting, config, blocks)
+    compare_with_alone("moe_experts", moe_experts_menu.KERNELS[:2], setting, {"slots": slots, "bulk": bulk}, blocks)
+
+
+@pytest.mark.parametrize(("rows", "tp", "experts", "blocks", "slots", "run"), [
+    (20, 1, "tp", 5, 3, 4), (33, 2, "ep", 3, 2, 2)])
+def test_gathered_experts_and_the_shared_product_beside(rows: int, tp: int, experts: str, blocks: int, slots: int,
+                                                        run: int) -> None:
+    setting = Setting("small", BESIDE, tp, rows, 1, experts)
+    compare_with_alone("moe_experts_gathered", moe_experts_menu.KERNELS[2:], setting, {"slots": slots, "run": run},
+                       blocks)
+
+
+def compare_with_alone(module: str, kernels: Any, setting: Setting, config: Mapping[str, Any], blocks: int) -> None:
+    alone, both = (region_of([kernel], setting) for kernel in kernels)
+    tensors = check(module, both, setting, config, blocks)
     own = {name: tensors[name] for name in alone.inputs} | {
         name: torch.full_like(tensors[name], torch.nan) for name in alone.outputs}
-    launch, scratch = bind("moe_experts", alone, own, config, blocks)
+    launch, scratch = bind(module, alone, own, config, blocks)
     warp_emulator.run(launch, [*own.values(), *scratch.values()], 7)
     assert set(both.outputs) == {*alone.outputs, both.binding["s"]}
     assert all(torch.equal(own[name], tensors[name]) for name in alone.outputs)

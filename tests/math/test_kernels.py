@@ -44,7 +44,7 @@ def test_kernel_on_the_device(case: kernel_check.Case, device: str) -> None:
 # for real sizes only, so that no small model fits them: tests/cute/test_moe_emulated.py runs them by a warp emulator,
 # but for the plain front, which waits for tests/cute/test_on_device.py on a GPU
 REAL_SIZES = ("cute.moe_experts", "cute.moe_experts_shared", "cute.moe_front", "cute.moe_front_plain",
-              "cute.moe_experts_gathered",
+              "cute.moe_experts_gathered", "cute.moe_experts_gathered_shared",
               # for sm_100 and sm_103 only: tests/cute/test_blackwell_emulated.py
               "cute.moe_experts_block_scaled", "cute.moe_experts_block_scaled_bf16",
               "cute.moe_experts_block_scaled_shared", "cute.moe_experts_block_scaled_bf16_shared")
