@@ -48,17 +48,14 @@ from .moe_experts import (
     MULTIPLYING,
     _add_scaled,
     _add_warps,
-    _largest,
-    _over_lanes,
-    _pairs,
     _repacked,
-    _rounded,
     _side,
 )
-from .moe_experts_copy import LIST_MASK, copy_by_rows, first_side
+from .moe_experts_copy import copy_by_rows, first_side
+from .moe_experts_gathered_list import members_of, pair_at, sort
 from .moe_experts_gathered_plan import MOST_TOKENS, Config, Gathered
 from .moe_experts_menu import LIST_BITS, MOST_BLOCKS, PARITIES
-from .moe_experts_plan import FRAGMENT, PARTIALS, STEP, THREADS, TILE, TOKENS, TOP_EXPONENT, WARPS
+from .moe_experts_plan import FRAGMENT, PARTIALS, STEP, THREADS, TILE, TOKENS, WARPS
 from .moe_parts import (
     arrive,
     await_phase,
@@ -72,18 +69,15 @@ from .moe_parts import (
     not_zero,
     publish,
     publish_barriers,
-    set_bits,
     situ,
     store_word,
 )
-from .mxfp4 import WEIGHT_EXPONENT, biased_exponent, dot_group, largest_of, pack_f16, power_of_two, scale_of
+from .mxfp4 import WEIGHT_EXPONENT, dot_group, pack_f16, scale_of
 from .primitives import (
     Words,
-    lane_value,
     lane_xor,
     load_shared,
     load_words,
-    maximum,
     mma,
     pack,
     ptx,
@@ -91,7 +85,6 @@ from .primitives import (
     store_half,
     store_shared,
     store_words,
-    unpack,
 )
 
 COPIER, ZEROING, FINISHER = WARPS, WARPS + 1, WARPS + 2
@@ -103,18 +96,9 @@ def reload(at: Any, words: Words, guard: Any) -> Words:
                     [Int32] * 4, [*words, at, Int32(guard)], tied=4))
 
 
-def publish_row(at: Any, epoch: Any, factor: Any) -> None:
-    """Stores a row's factor, then the launch's number: who reads the number finds all that this block stored."""
-    ptx("st.relaxed.gpu.global.b32 [$0 + 4], $2; fence.acq_rel.gpu; st.relaxed.gpu.global.b32 [$0], $1;", [],
-        [at, epoch, factor])
-
-
 def acquire() -> None:
     """What other blocks published before a word that this thread has read is seen by what follows."""
     ptx("fence.acq_rel.gpu;", [], [])
-
-
-# sorting and rows of x
 
 
 @cute.jit
@@ -133,139 +117,6 @@ def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Conste
                    select(thread + start < 2 * p.local, Int32(1), Int32(0)))
     if thread < 32:
         store_word(shared + where["totals"] + thread * 4, Int32(0))
-
-
-def _load_row(at: Any, token: Any, thread: Any, p: Any) -> tuple[list[list[Any]], Any]:
-    """This thread's 8 columns a round of a row of x, as fp32, and the largest magnitude of its warp's."""
-    row = at.x.toint() + Int64(token) * (2 * p.stride_x)
-    words = []
-    for i in range(p.rounds_of_row):
-        piece = thread + THREADS * i
-        real = (token < p.tokens) & (piece < p.width // 8)
-        words.append(load_words(row + Int64(piece * FRAGMENT), guard=select(real, Int32(1), Int32(0))))
-    values = [unpack(four) for four in words]
-    if p.rounds:
-        values = [_rounded(eight) for eight in values]
-        largest = _largest([v for eight in values for v in eight])
-    else:
-        largest = largest_of([word for four in words for word in four])
-    return values, _over_lanes(largest, 32)
-
-
-def _store_row(at: Any, token: Any, values: list[list[Any]], largest: Any, thread: Any, p: Any) -> Any:
-    """Stores a row of x in fp16 and returns what its products must be multiplied by."""
-    # the largest becomes 2^14 or more, below 2^15
-    exponent = biased_exponent(cute.arch.fmax(largest, Float32(2.0**-112)))
-    down = power_of_two(254 + TOP_EXPONENT - 1 - exponent)
-    for i, eight in enumerate(values):
-        piece = thread + THREADS * i
-        inside = (token < p.tokens) & (piece < p.width // 8)
-        store_words(at.rows.toint() + Int64(token) * (2 * p.width) + Int64(piece * FRAGMENT),
-                    _pairs([v * down for v in eight]), guard=select(inside, Int32(1), Int32(0)))
-    return power_of_two(exponent - (TOP_EXPONENT - 1) - WEIGHT_EXPONENT)
-
-
-def _load_ids(at: Any, thread: Any, p: Any) -> tuple[list[Any], list[Any]]:
-    """This thread's pairs: their experts here, and whether they are here."""
-    first = load_words(at.rank.toint(), 1)[0] * p.local if p.local < p.experts else Int32(0)
-    local, real = [], []
-    for i in range(p.rounds_of_pairs):
-        pair = thread + THREADS * i
-        inside = pair < p.pairs
-        expert = load_words(at.ids.toint() + Int64(pair) * 4, 1, guard=select(inside, Int32(1), Int32(0)))[0] - first
-        here = inside & (expert >= 0) & (expert < p.local)
-        local.append(select(here, expert, Int32(0)))
-        real.append(select(here, Int32(1), Int32(0)))
-    return local, real
-
-
-def _bit_of(thread: Any, i: int, local: Any, p: Any) -> tuple[Any, Any]:
-    """The token of this thread's pair number ``i``, and the offset of the expert's word of bits that it stands in."""
-    token = (thread + THREADS * i) // p.top_k
-    return token, (2 * local + (token >> 5)) * 4
-
-
-def _count_before(thread: Any, lane: Any, i: int, shared: Any, where: Any, p: Any) -> tuple[Any, Any, Any]:
-    """Of this thread's expert of round ``i``: its pairs, and (pairs << 16 | experts) of it alone and of the experts of
-    its warp up to it."""
-    expert = thread + THREADS * i
-    at = shared + where["masks"] + select(expert < p.local, expert, Int32(0)) * 8
-    pairs = cute.arch.popc(load_word(at)) + cute.arch.popc(load_word(at + 4))
-    pairs = select(expert < p.local, pairs, Int32(0))
-    own = (pairs << 16) | select(pairs > 0, Int32(1), Int32(0))
-    before = own
-    for step in range(5):
-        lower = cute.arch.shuffle_sync_up(before, 1 << step, mask_and_clamp=0)
-        before = before + select(lane >= (1 << step), lower, Int32(0))
-    return pairs, own, before
-
-
-@cute.jit
-def _sort(at: Any, epoch: Any, block: Any, warp: Any, lane: Any, thread: Any, shared: Any,
-          where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """All threads: the list of distinct experts with their pairs, and this block's row of x."""
-    local, real = _load_ids(at, thread, p)
-    rows = [_load_row(at, block + p.blocks * i, thread, p) for i in range(p.rounds_of_rows)]
-    for i in cutlass.range_constexpr(len(local)):
-        token, word = _bit_of(thread, i, local[i], p)
-        set_bits(shared + where["masks"] + word, Int32(1) << (token & 31), real[i])
-    if lane == 0:
-        for i in cutlass.range_constexpr(len(rows)):
-            store_shared(shared + where["sizes"] + (32 * i + warp) * 4, [rows[i][1]])
-    cute.arch.sync_threads()
-    factors = []
-    for i in cutlass.range_constexpr(len(rows)):
-        sizes = [load_shared(shared + where["sizes"] + (32 * i + other) * 4) for other in range(WARPS + 3)]
-        factors.append(_store_row(at, block + p.blocks * i, rows[i][0], maximum(sizes), thread, p))
-    counted = []
-    for i in cutlass.range_constexpr(p.rounds_of_experts):
-        counted.append(_count_before(thread, lane, i, shared, where, p))
-        chunk = warp + (WARPS + 3) * i
-        if (lane == 31) & (chunk < 32):
-            store_word(shared + where["totals"] + chunk * 4, counted[i][2])
-    cute.arch.sync_threads()
-    for i in cutlass.range_constexpr(len(rows)):
-        if (thread == 0) & (block + p.blocks * i < p.tokens):
-            publish_row(at.ready.toint() + Int64(block + p.blocks * i) * 8, epoch + 1, factors[i].bitcast(Int32))
-    sums = load_word(shared + where["totals"] + lane * 4)
-    own = sums
-    for step in cutlass.range_constexpr(5):
-        lower = cute.arch.shuffle_sync_up(sums, 1 << step, mask_and_clamp=0)
-        sums = sums + select(lane >= (1 << step), lower, Int32(0))
-    for i in cutlass.range_constexpr(p.rounds_of_experts):
-        pairs, single, before = counted[i]
-        chunk = cutlass.min(warp + (WARPS + 3) * i, Int32(31))
-        before = before - single + lane_value(sums - own, chunk)
-        expert = thread + THREADS * i
-        store_word(shared + where["list"] + (before & LIST_MASK) * 4, expert | (before & ~LIST_MASK),
-                   select(pairs > 0, Int32(1), Int32(0)))
-        store_word(shared + where["starts"] + expert * 4, before >> 16,
-                   select(expert < p.local, Int32(1), Int32(0)))
-    if thread == 31:
-        # the end of the list begins where all pairs have been
-        store_word(shared + where["count"], sums & LIST_MASK)
-        store_word(shared + where["list"] + (sums & LIST_MASK) * 4, sums & ~LIST_MASK)
-    cute.arch.sync_threads()
-    for i in cutlass.range_constexpr(len(local)):
-        token, word = _bit_of(thread, i, local[i], p)
-        masks = shared + where["masks"] + local[i] * 8
-        lower = cute.arch.popc(load_word(shared + where["masks"] + word) & ((Int32(1) << (token & 31)) - 1))
-        lower = lower + select(token >= 32, cute.arch.popc(load_word(masks)), Int32(0))
-        place = load_word(shared + where["starts"] + local[i] * 4) + lower
-        store_word(shared + where["pairs"] + place * 4, thread + THREADS * i, real[i])
-    cute.arch.sync_threads()
-
-
-def _members(index: Any, shared: Any, where: Any) -> tuple[Any, Any]:
-    """Where the pairs of an expert of the list begin, and how many there are."""
-    at = shared + where["list"] + index * 4
-    start = load_word(at) >> 16
-    return start, (load_word(at + 4) >> 16) - start
-
-
-def _pair_at(place: Any, guard: Any, shared: Any, where: Any) -> Any:
-    """A pair of the sorted list; pair 0 of it where ``guard`` is false."""
-    return load_word(shared + where["pairs"] + select(guard, place, Int32(0)) * 4)
 
 
 @cute.jit
@@ -297,16 +148,16 @@ def _multiply_up(rows: Any, count: Any, block: Any, warp: Any, lane: Any, shared
     rows = rows + Int64(own * 64 + part * FRAGMENT)
     items = count * p.items
     x = [[Int32(0)] * 4 for _ in range(p.own_groups)]
-    begin, own_members = _members(cutlass.min(block, cutlass.max(items - 1, Int32(0))) // p.items, shared, where)
+    begin, own_members = members_of(cutlass.min(block, cutlass.max(items - 1, Int32(0))) // p.items, shared, where)
     opening = real & (block < items) & (column < own_members)
-    token = _pair_at(begin + column, opening, shared, where) // p.top_k
+    token = pair_at(begin + column, opening, shared, where) // p.top_k
     x = [reload(rows + Int64(token * (2 * p.width) + 64 * i), x[i], select(opening, Int32(1), Int32(0)))
          for i in range(p.own_groups)]
     fill, step = Int32(0), Int32(0)
     for item in cutlass.range(block, items, p.blocks, unroll=1):
-        start, members = _members(item // p.items, shared, where)
+        start, members = members_of(item // p.items, shared, where)
         further = item + p.blocks < items
-        other, others = _members(select(further, item + p.blocks, item) // p.items, shared, where)
+        other, others = members_of(select(further, item + p.blocks, item) // p.items, shared, where)
         passes = (members + TOKENS - 1) // TOKENS
         for unit in cutlass.range(p.run, unroll=1):
             slot = fill % p.slots
@@ -320,7 +171,7 @@ def _multiply_up(rows: Any, count: Any, block: Any, warp: Any, lane: Any, shared
                 first = select(leaves, other, start + after)
                 left = select(leaves, others, members - after)
                 wanted = real & ((passes > 1) | leaves) & (column < left) & (further | (first != other) | (passes > 1))
-                source = rows + Int64(_pair_at(first + column, wanted, shared, where) // p.top_k) * (2 * p.width)
+                source = rows + Int64(pair_at(first + column, wanted, shared, where) // p.top_k) * (2 * p.width)
                 guard = select(wanted, Int32(1), Int32(0))
                 matrix = slab + (((lane >> 3) & 1) * TILE + (lane & 7)) * p.row_bytes + ((lane >> 4) + own) * FRAGMENT
                 scale = slab + 2 * TILE * p.row_bytes + (lane >> 2) * p.groups + own
@@ -420,13 +271,13 @@ def _finish_units(act: Any, which: Any, count: Any, block: Any, lane: Any, share
     row, part = lane >> 2, lane & 3
     upper = (row & 2) != 0
     for item in cutlass.range(block, count * p.items, p.blocks, unroll=1):
-        start, members = _members(item // p.items, shared, where)
+        start, members = members_of(item // p.items, shared, where)
         for unit in cutlass.range(p.run, unroll=1):
             tile = item % p.items * p.run + unit
             for first in cutlass.range(0, members, TOKENS, unroll=1):
                 if (step & 1) == which:
                     columns = [first + 2 * part + i for i in range(2)]
-                    pairs = [_pair_at(start + c, c < members, shared, where) for c in columns]
+                    pairs = [pair_at(start + c, c < members, shared, where) for c in columns]
                     factors = [load_shared(shared + where["factors"] + pair // p.top_k * 4) for pair in pairs]
                     sums = _add_warps(step, lane, shared, where)
                     found = [situ(sums[i] * factors[i], sums[2 + i] * factors[i], p.beta, p.linear_beta)
@@ -464,7 +315,7 @@ def _look_at(act: Any, start: Any, left: Any, group: Any, lane: Any, shared: Any
              p: Any) -> tuple[list[Any], Any, Any]:
     """A chunk of the activations of 8 pairs from ``start`` on, of which ``left`` are there, with their place."""
     wanted = (lane >> 2) < left
-    pair = _pair_at(start + (lane >> 2), wanted, shared, where)
+    pair = pair_at(start + (lane >> 2), wanted, shared, where)
     source = act + Int64((pair * p.tiles + 4 * group + (lane & 3)) * FRAGMENT)
     guard = select(wanted, Int32(1), Int32(0))
     return [word for i in range(p.chunk) for word in look(source + 4 * FRAGMENT * i, guard)], source, guard
@@ -504,7 +355,7 @@ def _keep_products(sums: Any, start: Any, left: Any, lane: Any, shared: Any, whe
     row, part = lane >> 2, lane & 3
     for i in cutlass.range_constexpr(2):
         column = 2 * part + i
-        pair = _pair_at(start + column, column < left, shared, where)
+        pair = pair_at(start + column, column < left, shared, where)
         line = shared + where["products"] + pair * (4 * p.product_stride)
         for tile in cutlass.range_constexpr(p.column_tiles):
             for half in cutlass.range_constexpr(2):
@@ -518,7 +369,7 @@ def _multiply_down(act: Any, fill: Any, count: Any, block: Any, warp: Any, lane:
                    where: cutlass.Constexpr, p: cutlass.Constexpr):
     """The warps that multiply: every 16th expert's rows for this block's columns."""
     inside = ((p.blocks - 1 - block) * p.columns * p.inter_groups) & 15
-    start, members = _members(cutlass.min(warp, count), shared, where)
+    start, members = members_of(cutlass.min(warp, count), shared, where)
     members = select(warp < count, members, Int32(0))
     x, source, guard = _look_at(act, start, members, Int32(0), lane, shared, where, p)
     for begin in cutlass.range(0, count, p.together, unroll=1):
@@ -527,9 +378,9 @@ def _multiply_down(act: Any, fill: Any, count: Any, block: Any, warp: Any, lane:
         await_phase(shared + where["full"] + slot * 8, (turn // p.slots) & 1)
         end = cutlass.min(begin + p.together, count)
         for index in cutlass.range(begin + ((warp - begin) & (WARPS - 1)), end, WARPS, unroll=1):
-            start, members = _members(index, shared, where)
+            start, members = members_of(index, shared, where)
             further = index + WARPS < count
-            other, others = _members(select(further, index + WARPS, index), shared, where)
+            other, others = members_of(select(further, index + WARPS, index), shared, where)
             others = select(further, others, Int32(0))
             rows = shared + where["ring"] + slot * p.slot_bytes + (index % p.together) * p.down_bytes
             for eight in cutlass.range(0, members, TOKENS, unroll=1):
@@ -600,7 +451,7 @@ def _moe_experts_gathered(arguments: Any, names: cutlass.Constexpr, p: cutlass.C
     epoch = load_words(epochs, 1)[0]
     bytes_of_part = p.pairs * p.tiles * FRAGMENT
     act = at.act.toint() + Int64(epoch & 1) * bytes_of_part
-    _sort(at, epoch, block, warp, lane, thread, shared, where, p)
+    sort(at, epoch, block, warp, lane, thread, shared, where, p)
     count = load_word(shared + where["count"])
     if warp == COPIER:
         copy_by_rows(at, Int32(0), count, block, lane, shared, where, p)
