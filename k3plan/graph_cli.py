@@ -152,7 +152,8 @@ def report(source: Annotated[Path, typer.Argument(help="Capture, launch plan or 
         typer.echo(line, err=json_)
 
 
-PlanOrYaml = Annotated[Path, typer.Argument(help="Plan file (YAML) or launch plan.", show_default=False)]
+PlanOrYaml = Annotated[Path, typer.Argument(help="Plan file (YAML) or launch plan; for capture a record too.",
+                                            show_default=False)]
 
 
 def _plan_and_origins(path: Path, settings: list[str]) -> tuple[LaunchPlan, dict[str, Origin]]:
@@ -182,13 +183,18 @@ def lint(plan: PlanOrYaml, set_: Overrides = None, rows: Rows = "",
 
 
 @graph_app.command()
-def capture(plan: PlanOrYaml, set_: Overrides = None, rows: Rows = "",
+def capture(plan: PlanOrYaml, set_: Overrides = None, rows: Rows = "", yaml: YamlOption = None,
             live: Annotated[bool, typer.Option("--live", help="Warm up on live rows instead of padding.")] = False,
             mode: Annotated[str, typer.Option(help="CUDA's error mode.")] = "thread_local",
             json_: AsJson = False) -> None:
-    """Capture a step and name the first launch that broke the capture, and what still works after it."""
-    from .graphs.debug.check_session import capture_bound
+    """Capture a step and name the first launch that broke the capture, and what still works after it.
 
+    Of a recorded capture: which launches are not in it, and which streams hang loose. That needs no GPU."""
+    from .graphs.debug.check_session import capture_bound, capture_recorded
+    from .graphs.debug.record import is_capture
+
+    if is_capture(plan):
+        _say(capture_recorded(*load_capture(plan, None), load_origins(yaml)), json_)
     compiled, origins = _plan_and_origins(plan, [*(set_ or ()), *_row_settings(rows)])
     _say(capture_bound(compiled, origins, live=live, mode=mode), json_)
 

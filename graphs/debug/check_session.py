@@ -16,9 +16,12 @@ from ..bench_step import bind_random, live_inputs
 from ..bind import Executable, bind
 from ..random_weights import RandomSource
 from .audit import Audit, audit_capture
+from .codes import CODES
 from .findings import Finding, failed, render, to_json
+from .inspect import inspect
 from .lint import lint, lint_plan
 from .padding import check_padding
+from .record import Record
 from .verify import Verification, verify
 
 Origins = Mapping[str, Origin]
@@ -67,6 +70,16 @@ def capture_bound(plan: LaunchPlan, origins: Origins, *, live: bool = False, mod
         return Said(f"plan {plan.key}: the capture failed", audit.findings)
     return Said(f"plan {plan.key}: captured {len(plan.launches)} launches in {audit.captured.seconds:.2f} s",
                 audit.findings)
+
+
+def capture_recorded(record: Record, plan: LaunchPlan, origins: Origins) -> Said:
+    """What a recorded capture tells of itself on any machine: launches that left no node, streams that hang loose.
+
+    What broke a capture that failed is told only where it is made; a record is of one that did not.
+    """
+    found = [f for f in inspect(plan, record, origins).findings if "capture" in CODES[f.code].tools]
+    return Said(f"plan {plan.key}: {len(record.launches)} launches captured on {record.machine.name} in "
+                f"{record.capture_s:.2f} s", tuple(found), record.notes)
 
 
 def verify_bound(plan: LaunchPlan, origins: Origins, *, replays: int, tolerance: float, live: int | None = None,

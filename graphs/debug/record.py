@@ -212,6 +212,15 @@ def load_record(path: str | Path) -> Record:
         raise RecordError(f"{path}: {error}") from None
 
 
+def is_capture(path: Path) -> bool:
+    """Whether a file is a record, by its first words, so that a large plan is not read twice."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return '"plan_key"' in file.read(4096)
+    except OSError:
+        return False
+
+
 _TABLES: Mapping[str, Any] = {"nodes": Node, "edges": Edge, "launches": LaunchRecord, "pointers": Pointer}
 
 

@@ -22,7 +22,7 @@ from .drawing import dot, timeline_svg
 from .findings import Finding, from_json
 from .inspect import inspect
 from .perfetto import perfetto_json
-from .record import Record, load_record
+from .record import Record, is_capture, load_record
 from .report_data import report_data
 from .time_table import slow_kinds
 
@@ -74,7 +74,7 @@ class Sources:
         """
         origins = load_spec(plan_file, overrides).origins if plan_file is not None else {}
         others = [finding for file in findings for finding in read_findings(file)]
-        if compiled is not None or not _is_capture(path):
+        if compiled is not None or not is_capture(path):
             return cls(compiled or load_plan(path), None, tuple(others), origins)
         record, its_plan = load_record(path), load_plan(plan or path.with_suffix(".plan.json"))
         found = inspect(its_plan, record, origins).findings
@@ -115,15 +115,6 @@ def write_all(sources: Sources, wanted: Mapping[str, Path | None], *, layer: int
             path.parent.mkdir(parents=True, exist_ok=True)
             written = path.write_bytes(texts[kind]().encode())
             yield f"{path}: {kind}, {size(written)}, {len(plan.launches)} launches, times {times}"
-
-
-def _is_capture(path: Path) -> bool:
-    # its key is one of the first words of the file, so that a plan is not read twice
-    try:
-        with path.open(encoding="utf-8") as file:
-            return '"plan_key"' in file.read(4096)
-    except OSError:
-        return False
 
 
 def _template(name: str) -> str:

@@ -61,6 +61,16 @@ def test_findings_name_the_line_of_the_plan_file(tmp_path: Path) -> None:
     assert f"{YAML}:" not in graph("time", path, "--json").output
 
 
+def test_capture_of_a_record_needs_no_gpu(tmp_path: Path) -> None:
+    """What a capture that was made elsewhere tells of itself."""
+    assert "no findings" in graph("capture", save(tmp_path, GOOD)).output
+    lost = replace(GOOD, launches=(*GOOD.launches[:4], replace(GOOD.launches[4], nodes=()), *GOOD.launches[5:]))
+    said = graph("capture", save(tmp_path, lost), "--yaml", YAML, "--json", code=1).output
+    (found,) = (f for f in json.loads(said)["findings"] if f["code"] == "CG-013")
+    assert found["launch"] == PLAN.launches[4].id
+    assert f"{YAML}:" in found["where"]
+
+
 def test_inspect_of_several_buckets(tmp_path: Path) -> None:
     paths = [save(tmp_path, GOOD, "a.json"), save(tmp_path, replace(GOOD, captured_bytes=2 << 20), "b.json")]
     text = graph("inspect", *paths).output
