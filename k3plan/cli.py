@@ -129,22 +129,24 @@ def tune(plan: PlanFile, out: Annotated[Path, typer.Option(help="Table to write;
 
     require_gpu("k3plan tune")
     work = Workload(load_spec(plan, set_ or ()), _sizes(rows), only, kernels, most)
-    outcomes = []
+    source, timed = source_text(), 0
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(merge_tables(out, table([], source)))
+    # shape by shape: what was timed is not lost when the command is stopped
     for outcome in time_all(work, seconds=seconds, say=typer.echo):
         typer.echo(describe(outcome))
-        outcomes.append(outcome)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(merge_tables(out, table(outcomes, source_text())))
-    typer.echo(f"{sum(o.best is not None for o in outcomes)} shapes timed, written to {out}")
-    every = [line for outcome in outcomes for line in all_times(outcome, source_text())]
-    if times is not None:
-        times.write_text(merge_tables(times, lines_text(every, source_text()), by=("kernel", "key", "config")))
-        every = tuned_lines(times.read_text())
+        timed += outcome.best is not None
+        out.write_text(merge_tables(out, table([outcome], source)))
+        if times is not None:
+            every = lines_text(all_times(outcome, source), source)
+            times.write_text(merge_tables(times, every, by=("kernel", "key", "config")))
+    typer.echo(f"{timed} shapes timed, written to {out}")
     if in_step:
         from .graphs.debug.tune_step import settle_table
 
+        known = tuned_lines(times.read_text()) if times is not None and times.is_file() else []
         for size in _sizes(rows):
-            settle_table(work.spec, size, kernels(), [*tuned(work.spec.gpu), *every], out, typer.echo)
+            settle_table(work.spec, size, kernels(), [*tuned(work.spec.gpu), *known], out, typer.echo)
 
 
 def _sizes(rows: str) -> tuple[tuple[int, int], ...]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import tune_fakes
 
+from k3plan import cli
 from k3plan.compiler.compile import cover_graph, lower
 from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.device import load_device
@@ -173,3 +174,21 @@ def test_a_kernel_that_faults_loses_its_shape_and_no_other() -> None:
         "1x7168,7168": True, "2x7168,7168": False, "3x7168,7168": True}
     assert "the process ended with 9" in outcomes["2x7168,7168"].failures[0]
     assert "3 shapes, 9 configurations" in said[0]
+
+
+def test_what_was_timed_is_kept_when_the_command_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = load_spec(K3, ("model.layers=[0]",))
+    job = next(job for job in jobs(spec, [tune_fakes.NORM], ((1, 1),)) if job.region.kernel is tune_fakes.NORM)
+
+    def stopped(work: Workload, **options):
+        yield time_job(job, tune_fakes.refuse_four_warps, tune_fakes.all_right)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("k3plan.graphs.bench.require_gpu", lambda command: None)
+    monkeypatch.setattr("k3plan.graphs.tune.source_text", lambda: "a GPU")
+    monkeypatch.setattr("k3plan.graphs.tune_pool.tune", stopped)
+    out, times = tmp_path / "table.json", tmp_path / "times.json"
+    with pytest.raises(KeyboardInterrupt):
+        cli.tune(str(K3), out, times=times)
+    assert [line.us for line in tuned_lines(out.read_text())] == [1.5]
+    assert [line.us for line in tuned_lines(times.read_text())] == [9.5, 1.5]
