@@ -205,8 +205,8 @@ def test_every_algebra_costs_what_auto_said() -> None:
 
 @pytest.mark.parametrize("query", [1, 2, 8])
 def test_layers_have_as_many_launches_as_promised(query: int) -> None:
-    """GB300, TP16: 6 in a KDA + MoE layer, 7 in an MLA + MoE layer: the shared expert is inside the experts' grid, and a
-    layer begins in the tail of the one before."""
+    """GB300, TP16: 6 in a KDA + MoE layer, 7 in an MLA + MoE layer: the shared expert is inside the experts' grid, and
+    a layer begins in the tail of the one before."""
     plan = compile_spec(load_spec(K3, (f"step.query={query}",)), kernels(), tuning("gb300"))
     attention, mlp = plan.spec.model.attention, plan.spec.model.mlp
     for layer in range(2, len(mlp) - 1):
