@@ -108,7 +108,7 @@ class _Worker:
                 found = self.pipe.recv()
                 self.job = None
                 return found
-            except EOFError:
+            except (EOFError, ConnectionError):  # closed, or reset by a process that was killed with an answer due
                 self.process.join()
                 why = f"the process ended with {self.process.exitcode}: most likely a fault in the kernel"
         elif time.perf_counter() - self.since > PATIENCE_SECONDS:

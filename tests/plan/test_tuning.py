@@ -19,6 +19,7 @@ from k3plan.compiler.ops import OPS
 from k3plan.compiler.reading.source import load_spec
 from k3plan.compiler.tuning import Tuned, Tuning, distance
 from k3plan.face import kernels, tuning
+from k3plan.graphs import tune_pool
 from k3plan.graphs.tune import (
     FORMS,
     ROWS,
@@ -192,3 +193,19 @@ def test_what_was_timed_is_kept_when_the_command_is_stopped(tmp_path: Path, monk
         cli.tune(str(K3), out, times=times)
     assert [line.us for line in tuned_lines(out.read_text())] == [1.5]
     assert [line.us for line in tuned_lines(times.read_text())] == [9.5, 1.5]
+
+
+@pytest.mark.parametrize("error", [EOFError, ConnectionResetError])
+def test_a_process_that_died_is_a_failed_job(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is killed with an answer due resets the pipe in place of closing it (seen on an H200)."""
+    def fail() -> None:
+        raise error
+
+    spawned = []
+    monkeypatch.setattr(tune_pool._Worker, "_spawn", spawned.append)
+    worker = tune_pool._Worker(None, 0)
+    worker.pipe = SimpleNamespace(poll=lambda: True, recv=fail)
+    worker.process = SimpleNamespace(join=lambda: None, kill=lambda: None, exitcode=-6)
+    worker.job = 3
+    assert worker.poll() == ((), ("the process ended with -6: most likely a fault in the kernel",))
+    assert (worker.job, len(spawned)) == (None, 2)
