@@ -64,18 +64,12 @@ COLUMNS = 8  # of the right operand
 
 
 @dataclass(frozen=True)
-class Parameters:
-    """Sizes and strides in elements."""
+class Projection:
+    """What an epilogue and the addresses of weights depend on. Sizes and strides in elements."""
 
     rows: int  # of the step
     columns: int
     groups: tuple[int, int, int]  # rows of weights: router, plain, pairs
-    row_blocks: int
-    each: int  # most rows of a block
-    steps: int  # of a warp along K
-    warps: int
-    splits: int
-    depth: int
     stride_x: int
     alignment_x: int
     outputs: tuple[tuple[str, int, bool], ...]  # name, row stride, whether fp32
@@ -87,18 +81,30 @@ class Parameters:
     dependent: bool
 
     @property
+    def filled(self) -> int:
+        """Rows before the pairs, an empty one for an odd number included."""
+        router, plain, pairs = self.groups
+        return router + plain + ((router + plain) % 2 if pairs else 0)
+
+
+@dataclass(frozen=True)
+class Parameters(Projection):
+    """A projection and how it is spread."""
+
+    row_blocks: int
+    each: int  # most rows of a block
+    steps: int  # of a warp along K
+    warps: int
+    splits: int
+    depth: int
+
+    @property
     def tiles(self) -> int:
         return -(-self.each // TILE)
 
     @property
     def even(self) -> bool:
         return self.steps * STEP * self.warps * self.splits == self.columns
-
-    @property
-    def filled(self) -> int:
-        """Rows before the pairs, an empty one for an odd number included."""
-        router, plain, pairs = self.groups
-        return router + plain + ((router + plain) % 2 if pairs else 0)
 
     @property
     def sums(self) -> int:
@@ -115,7 +121,7 @@ class Parameters:
         return self.inbox + (4 * self.splits * self.each * COLUMNS if self.splits > 1 else 0)
 
 
-def _weight_row(row: Any, at: Any, p: Parameters) -> tuple[Any, Any]:
+def weight_row(row: Any, at: Any, p: Projection) -> tuple[Any, Any]:
     """Address of a row of the line of weights and whether it exists."""
     router, plain, pairs = p.groups
     inner = row - router
@@ -146,7 +152,7 @@ def _load_x(x: Any, step: int, first: Any, r: Any, p: Parameters) -> list[Any]:
     return load_bytes(x + 2 * offset, 16, p.alignment_x, guard=wanted)
 
 
-def _activate(gate: Any, up: Any, p: Parameters) -> Any:
+def _activate(gate: Any, up: Any, p: Projection) -> Any:
     if p.activation == "silu":
         return gate * sigmoid(gate) * up
     return p.beta * _tanh(gate * (1.0 / p.beta)) * sigmoid(gate) * (p.linear_beta * _tanh(up * (1.0 / p.linear_beta)))
@@ -167,11 +173,11 @@ def _store(at: Any, value: Any, fp32: bool, guard: Any) -> None:
         store_half(at, pack([value, value])[0], guard=guard)
 
 
-def _finish(two: list[Any], row: Any, m: Any, wanted: Any, at: Any, p: Parameters) -> None:
-    """Epilogue of rows ``row`` and ``row + 1`` of the line of weights, for row m of the step."""
+def finish(values: list[Any], row: Any, m: Any, wanted: Any, at: Any, p: Projection) -> None:
+    """Epilogue of ``row`` of the line of weights, and of the one after it if there are two, for row m of the step."""
     router, plain, pairs = p.groups
     places = {name: (stride, fp32) for name, stride, fp32 in p.outputs}
-    for i in range(2):
+    for i, one in enumerate(values):
         of_router = row + i < router
         inner = row + i - router
         real = wanted & (row + i < router + plain)
@@ -182,11 +188,11 @@ def _finish(two: list[Any], row: Any, m: Any, wanted: Any, at: Any, p: Parameter
         if "logits" in places:
             stride, fp32 = places["logits"]
             start = address(at.logits) + (Int64(m) * stride + Int64(row + i)) * (4 if fp32 else 2)
-            _store(start, two[i], fp32, wanted & of_router)
+            _store(start, one, fp32, wanted & of_router)
         for name in ("f", "y"):
             if name in places:
                 stride, fp32 = places[name]
-                guard, value = real & (row + i >= router), two[i]
+                guard, value = real & (row + i >= router), one
                 if name == "y":
                     other = address(at.other) + (Int64(m) * p.stride_other + Int64(inner)) * (4 if p.fp32_other else 2)
                     value = value + (load_words(other, 1, guard=guard)[0].bitcast(Float32) if p.fp32_other
@@ -197,7 +203,7 @@ def _finish(two: list[Any], row: Any, m: Any, wanted: Any, at: Any, p: Parameter
         stride, fp32 = places["a"]
         pair = (row - p.filled) // 2
         start = address(at.a) + (Int64(m) * stride + Int64(pair)) * (4 if fp32 else 2)
-        _store(start, _activate(two[0], two[1], p), fp32, wanted & (row >= p.filled) & (pair < pairs))
+        _store(start, _activate(values[0], values[1], p), fp32, wanted & (row >= p.filled) & (pair < pairs))
 
 
 @cute.kernel
@@ -227,7 +233,7 @@ def _skinny_linear(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexp
     weights = []
     for i in cutlass.range_constexpr(2 * p.tiles):
         row = begin + 8 * i + r
-        start, real = _weight_row(row, at, p)
+        start, real = weight_row(row, at, p)
         weights.append((start + Int64(first) * 2, real & (row < end)))
     flight = [_load_step(weights, step, first, p) for step in range(p.depth)]
     await_producers(p.dependent)
@@ -267,7 +273,7 @@ def _skinny_linear(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexp
                     place = base + p.inbox + 4 * ((rank * 2 + i) * items + item)
                     send(peer_address(place, Int32(0)), [two[i]], peer_address(base, Int32(0)))
             else:
-                _finish(two, begin + local, m, begin + local < end, at, p)
+                finish(two, begin + local, m, begin + local < end, at, p)
     if cutlass.const_expr(p.splits > 1):
         if rank == 0:
             cute.arch.mbarrier_wait(barrier, 0)
@@ -277,13 +283,13 @@ def _skinny_linear(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexp
                     two = [total([load_shared(base + p.inbox + 4 * ((k * 2 + i) * items + item))
                                   for k in range(p.splits)]) for i in range(2)]
                     row = begin + 2 * (item // p.rows)
-                    _finish(two, row, item % p.rows, row < end, at, p)
+                    finish(two, row, item % p.rows, row < end, at, p)
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
 
 
-def bind(call: Call) -> KernelLaunch:
-    """The launch for ``call``; pattern names as in ``skinny_linear_menu.py``."""
+def read_call(call: Call) -> tuple[dict[str, torch.Tensor], Projection]:
+    """The tensors of a projection and what its epilogue depends on; pattern names as in ``skinny_linear_menu.py``."""
     x, weight, router = call.tensors["x"], call.tensors["weight"], call.get("router")
     rows, columns = x.shape
     assert weight.is_contiguous(), f"weight {weight.shape} has strides {weight.stride()}"
@@ -300,19 +306,25 @@ def bind(call: Call) -> KernelLaunch:
     other = call.get("other")
     if other is not None:
         tensors["other"] = other
-    config, count = call.config, count_rows(groups)
     activation = call.attrs.get("a")
-    parameters = Parameters(
-        rows=rows, columns=columns, groups=groups, row_blocks=row_blocks(config, count),
-        each=rows_each(config, count), steps=steps_each(config, columns), warps=config["warps"],
-        splits=config["splits"], depth=config["depth"], stride_x=row_stride(x), alignment_x=row_alignment(x),
+    return tensors, Projection(
+        rows=rows, columns=columns, groups=groups, stride_x=row_stride(x), alignment_x=row_alignment(x),
         outputs=tuple((name, row_stride(t), t.dtype == torch.float32) for name, t in outputs.items()),
         stride_other=0 if other is None else row_stride(other),
         fp32_other=other is not None and other.dtype == torch.float32,
         activation="" if activation is None else "situ" if "beta" in activation else "silu",
         beta=(activation or {}).get("beta", 1.0), linear_beta=(activation or {}).get("linear_beta", 1.0),
-        dependent=call.dependent_launch,
-    )
+        dependent=call.dependent_launch)
+
+
+def bind(call: Call) -> KernelLaunch:
+    """The launch for ``call``."""
+    tensors, projection = read_call(call)
+    config, count = call.config, count_rows(projection.groups)
+    parameters = Parameters(
+        **vars(projection), row_blocks=row_blocks(config, count), each=rows_each(config, count),
+        steps=steps_each(config, projection.columns), warps=config["warps"], splits=config["splits"],
+        depth=config["depth"])
     assert parameters.depth <= parameters.steps, f"{parameters.depth} of {parameters.steps} steps in flight"
     return KernelLaunch(_skinny_linear, (parameters.splits, parameters.row_blocks, 1), 32 * parameters.warps, tensors,
                         parameters, cluster=(parameters.splits, 1, 1), shared=parameters.shared,

@@ -36,11 +36,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call
-from .launching import KernelLaunch, await_producers, named, row_alignment, row_stride, start_dependents
+from .launching import KernelLaunch, await_producers, named, start_dependents
 from .moe_parts import (
     arrive_copied,
     await_phase,
@@ -52,36 +51,44 @@ from .moe_parts import (
     publish_barriers,
     stream_policy,
 )
-from .primitives import load_bytes, load_shared, mma, pack, select, store_half, store_shared, store_words, total
-from .staged_linear_menu import MOST_TILES, ROWS, STEP, TILE, columns_each
+from .primitives import load_bytes, load_shared, mma, select, store_shared, total
+from .skinny_linear import COLUMNS, Projection, finish, read_call, weight_row
+from .skinny_linear_menu import STEP, TILE, count_rows
+from .staged_linear_menu import MOST_TILES, columns_each
 
 FRAGMENT = 16  # bytes of one lane
-COLUMNS = 8  # of the right operand
 BANKS = 128  # bytes
 
 
 @dataclass(frozen=True)
-class Static:
-    """What the kernel is compiled for; sizes in elements, unless they say bytes."""
+class Static(Projection):
+    """A projection and how it is spread; sizes in elements, unless they say bytes."""
 
-    rows: int  # of the step
-    columns: int  # K
-    width: int  # N
     blocks: int
     warps: int
     unit_columns: int
     ring_bytes: int  # wanted, of a block
     bulk: bool
-    stride_x: int
-    alignment_x: int
-    stride_f: int
-    fp32: bool
-    dependent: bool
+
+    @property
+    def grain(self) -> int:
+        """Rows of the line of weights that stay together."""
+        return 2 if self.groups[2] else 1
+
+    @property
+    def line(self) -> int:
+        """Rows of all weights, in grains."""
+        return count_rows(self.groups) // self.grain
 
     @property
     def each(self) -> int:
-        """Most rows of weights of a block."""
-        return -(-self.width // self.blocks)
+        """Most rows of a block."""
+        return self.grain * -(-self.line // self.blocks)
+
+    @property
+    def sure(self) -> int:
+        """Fewest rows of a block."""
+        return self.grain * (self.line // self.blocks)
 
     @property
     def tiles(self) -> int:
@@ -144,12 +151,12 @@ def _copy(at: Any, begin: Any, end: Any, warp: Any, lane: Any, shared: Any, poli
     first = begin + tile * p.height
     count = cutlass.max(cutlass.min(end - first, Int32(p.height)), Int32(0))
     column = (warp + unit // p.tiles * p.warps) * p.unit_columns
-    source = at.weight.toint() + (Int64(first) * p.columns + Int64(column)) * 2
     if cutlass.const_expr(p.bulk):
         if lane == 0:
             expect_bytes(full, count * p.piece_bytes)
         cute.arch.sync_warp()
-        copy_bulk(to + lane * p.pitch, source + Int64(lane) * (2 * p.columns), Int32(p.piece_bytes), full, policy,
+        source, _ = weight_row(first + lane, at, p)
+        copy_bulk(to + lane * p.pitch, source + Int64(column) * 2, Int32(p.piece_bytes), full, policy,
                   select(lane < count, Int32(1), Int32(0)))
     else:
         # lanes stand along a row, or along some short ones; all blocks have all rows but the last
@@ -157,15 +164,18 @@ def _copy(at: Any, begin: Any, end: Any, warp: Any, lane: Any, shared: Any, poli
         down = cutlass.const_expr(32 // across)
         row, fragment = lane // across, lane % across
         to = to + row * p.pitch + fragment * FRAGMENT
-        source = source + (Int64(row) * (2 * p.columns) + Int64(fragment * FRAGMENT))
         for i in cutlass.range_constexpr(0, min(p.height, p.each - tile * p.height), down):
+            # rows of one matrix follow each other: one address for all of them
+            line, beyond = cutlass.const_expr((0, i) if p.grain == 1 and not p.groups[0] else (i, 0))
+            source, _ = weight_row(first + row + line, at, p)
+            source = source + (Int64(column) * 2 + Int64(fragment * FRAGMENT)) + beyond * 2 * p.columns
             for j in cutlass.range_constexpr(0, p.piece_bytes // FRAGMENT, across):
                 real = row < down
-                if cutlass.const_expr(i + down > p.width // p.blocks - tile * p.height):
+                if cutlass.const_expr(i + down > p.sure - tile * p.height):
                     real = real & (row + i < count)
                 if cutlass.const_expr(j + across > p.piece_bytes // FRAGMENT):
                     real = real & (fragment + j < p.piece_bytes // FRAGMENT)
-                copy_async(to + (i * p.pitch + j * FRAGMENT), source + (i * 2 * p.columns + j * FRAGMENT), policy,
+                copy_async(to + (i * p.pitch + j * FRAGMENT), source + j * FRAGMENT, policy,
                            select(real, Int32(1), Int32(0)))
         arrive_copied(full)
 
@@ -204,7 +214,7 @@ def _staged_linear(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexp
     block, _, _ = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
     shared = cute.arch.get_dyn_smem(cutlass.Uint8, BANKS).toint()
-    begin, end = block * p.width // p.blocks, (block + 1) * p.width // p.blocks
+    begin, end = (p.grain * ((block + i) * p.line // p.blocks) for i in range(2))
     if lane == 0:
         for slot in cutlass.range_constexpr(p.slots):
             init_barrier(shared + (warp * p.slots + slot) * 8, 1 if p.bulk else 32)
@@ -236,36 +246,27 @@ def _staged_linear(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexp
         for half in cutlass.range_constexpr(2):
             store_shared(own + (tile * TILE + 8 * half) * (4 * COLUMNS), four[2 * half : 2 * half + 2])
     cute.arch.sync_threads()
-    for start in cutlass.range_constexpr(0, p.each * p.rows, 32 * p.warps):
-        item = thread + start
-        m, row = item // p.each, item % p.each
+    grains = cutlass.const_expr(p.each // p.grain)
+    for start in cutlass.range_constexpr(0, grains * p.rows, 32 * p.warps):
+        m, row = (thread + start) // grains, (thread + start) % grains * p.grain
         if (m < p.rows) & (begin + row < end):
-            inside = row // p.height * TILE + row % p.height
-            place = shared + p.ring + inside * (4 * COLUMNS) + m * 4
-            value = total([load_shared(place + w * p.warp_bytes) for w in range(p.warps)])
-            number = Int64(m) * p.stride_f + Int64(begin + row)
-            if cutlass.const_expr(p.fp32):
-                store_words(at.f.toint() + number * 4, [value.bitcast(Int32)])
-            else:
-                store_half(at.f.toint() + number * 2, pack([value, value])[0])
+            values = []
+            for i in cutlass.range_constexpr(p.grain):
+                inside = (row + i) // p.height * TILE + (row + i) % p.height
+                place = shared + p.ring + inside * (4 * COLUMNS) + m * 4
+                values.append(total([load_shared(place + w * p.warp_bytes) for w in range(p.warps)]))
+            finish(values, begin + row, m, m < p.rows, at, p)
 
 
 def bind(call: Call) -> KernelLaunch:
-    """x, weight -> f."""
-    x, weight, f = (call.tensors[name] for name in ("x", "weight", "f"))
-    (rows, columns), (width, inner) = x.shape, weight.shape
-    assert weight.is_contiguous(), f"weight {weight.shape} has strides {weight.stride()}"
-    assert (inner, f.shape[1]) == (columns, width), f"x {x.shape}, weight {weight.shape}, f {f.shape}"
-    assert x.dtype == weight.dtype == torch.bfloat16, f"x {x.dtype}, weight {weight.dtype}"
-    assert ROWS[0] <= rows <= ROWS[1], f"{rows} rows"
-    config = call.config
-    static = Static(
-        rows=rows, columns=columns, width=width, blocks=min(multiprocessors(x.device), width), warps=config["warps"],
-        unit_columns=columns_each(columns, config["warps"]), ring_bytes=1024 * config["ring_kb"], bulk=config["bulk"],
-        stride_x=row_stride(x), alignment_x=row_alignment(x), stride_f=row_stride(f), fp32=f.dtype == torch.float32,
-        dependent=call.dependent_launch)
+    """The launch for ``call``; pattern names as in ``staged_linear_menu.py``."""
+    tensors, projection = read_call(call)
+    config, columns, count = call.config, projection.columns, count_rows(projection.groups)
+    blocks = min(multiprocessors(tensors["x"].device), count // (2 if projection.groups[2] else 1))
+    static = Static(**vars(projection), blocks=blocks, warps=config["warps"],
+                    unit_columns=columns_each(columns, config["warps"]), ring_bytes=1024 * config["ring_kb"],
+                    bulk=config["bulk"])
     assert columns % (STEP * static.warps) == 0, f"{columns} columns over {static.warps} warps"
-    assert static.tiles <= MOST_TILES, f"{width} rows on {static.blocks} blocks"
-    return KernelLaunch(_staged_linear, (static.blocks, 1, 1), 32 * static.warps, {"x": x, "weight": weight, "f": f},
-                        static, shared=static.shared, dependent=static.dependent,
-                        blocks_per_sm=1)
+    assert static.tiles <= MOST_TILES, f"{count} rows on {static.blocks} blocks"
+    return KernelLaunch(_staged_linear, (blocks, 1, 1), 32 * static.warps, tensors, static, shared=static.shared,
+                        dependent=static.dependent)

@@ -1,18 +1,24 @@
-"""Where ``cute.staged_linear`` fits and its launch configurations. No cutlass here."""
+"""Where ``cute.staged_linear`` and its epilogues fit and their launch configurations. No cutlass here."""
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from ..compiler.fusions import PROJECTION, refuse_dtypes
+from ..compiler.fusions import (
+    PROJECTION,
+    PROJECTION_ADD,
+    PROJECTION_ROUTER,
+    activated_projection,
+    refuse_dtypes,
+    refuse_pairs,
+    refuse_router,
+    row_groups,
+)
 from ..compiler.kernel import KernelDef, Region
+from .skinny_linear_menu import ARCH, ROWS, STEP, TILE, count_rows
 
 ENTRY = "k3plan.ops_cute.staged_linear:bind"
-ARCH = ("sm_90", "sm_100", "sm_103")
-ROWS = (1, 8)  # columns of one operand of the matrix units
-TILE = 16  # rows of weights in the other
-STEP = 32  # columns of K of one shared load of a warp, 16 bytes a lane
 MOST_WARPS = 16
 MOST_TILES = 8  # of a block: 4 sums each in every lane
 FEWEST_BLOCKS = 132  # multiprocessors of the smallest GPU that the kernel is for
@@ -48,7 +54,7 @@ def _candidates(columns: int) -> tuple[Mapping[str, Any], ...]:
 
 
 def _needs(region: Region) -> str | None:
-    rows, columns = region.value("weight").shape
+    rows, columns = count_rows(row_groups(region)), region.value("weight").shape[-1]
     if reason := refuse_dtypes(region):
         return reason
     if columns % STEP:
@@ -58,7 +64,25 @@ def _needs(region: Region) -> str | None:
     return None
 
 
+def _needs_pairs(region: Region) -> str | None:
+    return refuse_pairs(region) or _needs(region)
+
+
+def _needs_router(region: Region) -> str | None:
+    return refuse_router(region) or _needs(region)
+
+
+def _define(name: str, pattern: str, needs: Any) -> KernelDef:
+    return KernelDef(id=f"cute.staged_linear{name}", pattern=pattern, entry=ENTRY, arch=ARCH, rows=ROWS, needs=needs,
+                     configs=configs, note="as cute.skinny_linear, weights in shared memory before the wait")
+
+
 KERNELS: tuple[KernelDef, ...] = (
-    KernelDef(id="cute.staged_linear", pattern=PROJECTION, entry=ENTRY, arch=ARCH, rows=ROWS, needs=_needs,
-              configs=configs, note="one projection, its weights staged in shared memory before the wait"),
+    _define("", PROJECTION, _needs),
+    _define("_add", PROJECTION_ADD, _needs),
+    _define("_router", PROJECTION_ROUTER, _needs_router),
+    *(_define(f"_{short}", activated_projection(op, router=False), _needs_pairs)
+      for short, op in (("situ", "situ_and_mul"), ("silu", "silu_and_mul"))),
+    *(_define(f"_router_{short}", activated_projection(op, router=True), _needs_router)
+      for short, op in (("situ", "situ_and_mul"), ("silu", "silu_and_mul"))),
 )

@@ -14,11 +14,13 @@ pytest.importorskip("cutlass")
 import warp_emulator
 
 from k3plan.compiler.call import Call
+from k3plan.compiler.fusions import row_groups
 from k3plan.graphs import launch as launching
 from k3plan.ops_cute.compile_check import SHARED_LIMIT, TARGETS, WAIT, operations
 from k3plan.ops_cute.launching import compile_kernel
+from k3plan.ops_cute.skinny_linear_menu import TILE, count_rows
 from k3plan.ops_cute.staged_linear import bind
-from k3plan.ops_cute.staged_linear_menu import KERNELS, MOST_TILES, TILE, _candidates
+from k3plan.ops_cute.staged_linear_menu import KERNELS, MOST_TILES, _candidates
 
 BULK_COPY, LANES_COPY = 0x3BA, 0xFAE  # operations UBLKCP and LDGSTS
 SLOW = 6  # of so many cases of small models one is run each time
@@ -28,7 +30,7 @@ CASES = [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if index % SL
 
 @cache
 def emulated() -> Any:
-    return warp_emulator.load(("moe_parts", "staged_linear"))["staged_linear"]
+    return warp_emulator.load(("moe_parts", "skinny_linear", "staged_linear"))["staged_linear"]
 
 
 def call_of(rows: int, width: int, columns: int, config: dict[str, Any], *, device: str = "cpu", gap: int = 0,
@@ -69,7 +71,7 @@ def test_products(rows: int, width: int, columns: int, warps: int, ring_kb: int,
 @pytest.mark.parametrize("case", CASES)
 def test_small_models(case: kernel_check.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     module = emulated()
-    blocks = max(3, -(-case.region.value("weight").shape[0] // (MOST_TILES * TILE)))
+    blocks = max(3, -(-count_rows(row_groups(case.region)) // (MOST_TILES * TILE - 2)))
     module.multiprocessors = lambda device: blocks
 
     def entry_point(entry: str) -> Any:
