@@ -53,7 +53,7 @@ def _logged(file: int, plan: str, number: int, step: Callable[[], None]) -> None
     step()
     if on_gpu:
         torch.cuda.synchronize()
-        # a wait may return while the driver still writes the dump of a fault (driver 580); the next call has its error
-        torch.cuda.synchronize()
+        # waits return well while the driver writes the dump of a fault (580): what runs after it has its error
+        torch.zeros(1, device="cuda").item()
     os.write(file, f'{{{who}, "end": {number}}}\n'.encode())
     return None

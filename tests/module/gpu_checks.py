@@ -257,8 +257,8 @@ def check_compile(where: Path) -> str:
 # sizes that the kernels take: with those of the CPU's tests most launches would be torch's
 WIDE: dict[str, Any] = dict(
     hidden_size=256, intermediate_size=512, moe_intermediate_size=128, kv_lora_rank=128, qk_rope_head_dim=32,
-    v_head_dim=64, qk_nope_head_dim=64, linear_attn_config=dict(
-        head_dim=64, num_heads=4, short_conv_kernel_size=4, full_attn_layers=[2, 4], kda_layers=[1, 3]))
+    v_head_dim=64, qk_nope_head_dim=64, num_hidden_layers=2, linear_attn_config=dict(
+        head_dim=64, num_heads=4, short_conv_kernel_size=4, full_attn_layers=[2], kda_layers=[1]))
 
 
 def check_patch(where: Path) -> str:

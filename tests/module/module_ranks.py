@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
 from gpu_checks import models, plans, text
 
 from k3plan.graphs.distributed.group import Group
