@@ -202,7 +202,7 @@ def test_a_process_that_died_is_a_failed_job(error: type[Exception], monkeypatch
         raise error
 
     spawned = []
-    monkeypatch.setattr(tune_pool._Worker, "_spawn", spawned.append)
+    monkeypatch.setattr(tune_pool._Worker, "_spawn", lambda worker: spawned.append(worker))
     worker = tune_pool._Worker(None, 0)
     worker.pipe = SimpleNamespace(poll=lambda: True, recv=fail)
     worker.process = SimpleNamespace(join=lambda: None, kill=lambda: None, exitcode=-6)
