@@ -218,13 +218,14 @@ def verify(plan: PlanOrYaml, set_: Overrides = None, rows: Rows = "",
 def crash(command: Annotated[list[str], typer.Argument(help="The command, after --.", show_default=False)],
           limit: Annotated[float, typer.Option(help="Seconds after which it hangs.")] = 600.0,
           record: Annotated[Path | None, typer.Option("--capture", help="Record of the graph that it replays.")] = None,
-          plan: PlanOption = None,
+          plan: PlanOption = None, yaml: YamlOption = None,
           folder: Annotated[Path, typer.Option(help="For the core dump, the log and the output.")] = Path("crash"),
           json_: AsJson = False) -> None:
     """Run a command and name the launch at which it faulted or hung. Exits with 1 when it did."""
     from .graphs.debug.crash import run_watched
 
-    found = run_watched(command, folder, limit=limit, capture=load_capture(record, plan) if record else None)
+    found = run_watched(command, folder, limit=limit, capture=load_capture(record, plan) if record else None,
+                        origins=load_origins(yaml))
     typer.echo(json.dumps(found.as_json(), indent=1) if json_ else str(found))
     raise typer.Exit(int(bool(found.findings)))
 

@@ -19,17 +19,18 @@ from typing import Any
 
 from torch import Tensor
 
-from ...compiler.errors import DebugError
+from ...compiler.errors import DebugError, Origin
 from ...compiler.knobs import LAUNCH_LOG
 from ...compiler.ops import OPS
 from ...compiler.plan import LaunchPlan
 from ..bind import Executable
 from .codes import CudaCode, find_errors
 from .core_dump import SETTINGS, Fault, find_gdb, read_core
-from .findings import Finding, find, render, to_json
+from .findings import Finding, find, render, to_json, yaml_line
 from .record import Record
 
 TAIL = 40  # lines of the command's output that are kept
+OURS = ("core.*", "pipe.*", "gdb.*", "launches.jsonl", "output.txt")
 GRACE = 20.0  # seconds for a dump, then for the stacks
 
 
@@ -68,9 +69,11 @@ class Log:
 
 
 def run_watched(command: Sequence[str], folder: str | Path, *, limit: float = 600.0,
-                capture: tuple[Record, LaunchPlan] | None = None) -> Crash:
-    """Runs ``command`` and explains its end. ``folder`` takes the dump, the log and the output; ``capture`` is a record
-    of the graph that it replays, which tells kernels and launches apart where the log cannot.
+                capture: tuple[Record, LaunchPlan] | None = None, origins: Mapping[str, Origin] | None = None
+                ) -> Crash:
+    """Runs ``command`` and explains its end. ``folder`` takes the dump, the log and the output, in place of those of a
+    run before; ``capture`` is a record of the graph that it replays, which tells kernels and launches apart where the
+    log cannot; ``origins`` give the line of the plan file.
 
     Raises DebugError: no command, or one that cannot be started.
     """
@@ -78,6 +81,8 @@ def run_watched(command: Sequence[str], folder: str | Path, *, limit: float = 60
         raise DebugError("no command\n  fix: k3plan graph crash -- python serve.py")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for old in (path for name in OURS for path in folder.glob(name)):
+        old.unlink()
     settings = {**SETTINGS, "CUDA_COREDUMP_FILE": str(folder / "core.%p"),
                 "CUDA_COREDUMP_PIPE": str(folder / "pipe.%p"), "PYTHONFAULTHANDLER": "1",
                 LAUNCH_LOG.name: str(folder / "launches.jsonl")}
@@ -103,6 +108,8 @@ def run_watched(command: Sequence[str], folder: str | Path, *, limit: float = 60
     if cores and not gdb:
         read = f"Install cuda-gdb: it reads {cores[0]}, which names the kernel."
         found = [replace(one, fix=f"{one.fix} {read}") for one in found]
+    line = yaml_line(origins or {}, "model.layers")
+    found = [replace(one, where=f"{one.where}, {line}") if line and one.launch else one for one in found]
     return Crash(tuple(command), status, seconds, tuple(found), faults, output, str(folder))
 
 

@@ -10,6 +10,7 @@ import torch
 from broken import launch_index, small_step
 
 from k3plan.compiler.errors import DebugError
+from k3plan.compiler.reading.source import load_spec
 from k3plan.graphs.debug.core_dump import Fault, parse
 from k3plan.graphs.debug.crash import Log, explain_end, health_finding, read_health, read_log, run_watched
 from k3plan.graphs.debug.record import Bucket, Machine, Node, Record
@@ -58,7 +59,16 @@ def test_a_command_that_ends_well(tmp_path: Path) -> None:
 
 
 def test_a_fault_names_the_launch(tmp_path: Path) -> None:
-    crash = run("error", tmp_path)
+    """And the line of the plan file; what an earlier run left in the folder is not of this one."""
+    (tmp_path / "core.17").write_text("another run's")
+    (tmp_path / "launches.jsonl").write_text('{"plan": "p", "pid": 1, "launches": [["x", 0, "k", ["add"], [""]]]}\n'
+                                             '{"plan": "p", "pid": 1, "start": 0}\n')
+    (tmp_path / "notes.txt").write_text("mine")
+    crash = run_watched([sys.executable, FAULTY, "cpu", "error"], tmp_path, limit=60.0,
+                        origins=load_spec("examples/tiny-k3.yaml").origins)
+    assert (tmp_path / "notes.txt").exists()
+    assert not list(tmp_path.glob("core.*"))
+    assert "examples/tiny-k3.yaml:" in (crash.findings[0].where or "")
     assert [(f.code, f.launch, f.layer) for f in crash.findings] == [("CG-071", LAUNCH, 0)]
     assert "700 cudaErrorIllegalAddress" in crash.findings[0].text
     assert "linear" in (crash.findings[0].where or "")
