@@ -82,11 +82,13 @@ def slow_kinds(plan: LaunchPlan, record: Record, origins: Origins | None = None)
         many = f"{kind.count} launches" if kind.count > 1 else "one launch"
         text = (f"{kind.kernel} at {kind.shape}: {one:.1f} us a launch, {one / planned:.1f} x its planned "
                 f"{planned:.1f} us ({price}); {many}, {over / 1e3:.3f} ms more than planned")
-        rows, tune = f"--rows {step.sequences}x{step.query}", "k3plan tune PLAN.yaml"
+        rows, tune = f"--rows {step.sequences}x{step.query} --out TABLE", "k3plan tune PLAN.yaml"
         if kind.kernel.startswith("torch.") and kind.kernel != "torch.linear":
             # tune times the kernels of the menus and the library's product
             fix = (f"Run k3plan explain PLAN {kind.slowest}, time what else it lists with {tune} --only KERNEL {rows}, "
                    "and compile again.")
+        elif kind.measured:
+            fix = f"Run {tune} {rows} --times TIMES --in-step on this GPU: it prices launches inside the step."
         else:
             fix = f"Run {tune} --only {kind.kernel} {rows} on this GPU, and compile again."
         found.append(find("CG-055", text, plan=plan, launch=kind.slowest, origins=origins,
