@@ -159,7 +159,8 @@ def _copy(at: Any, begin: Any, end: Any, warp: Any, lane: Any, shared: Any, poli
         copy_bulk(to + lane * p.pitch, source + Int64(column) * 2, Int32(p.piece_bytes), full, policy,
                   select(lane < count, Int32(1), Int32(0)))
     else:
-        # lanes stand along a row, or along some short ones; all blocks have all rows but the last
+        # lanes stand along a row, or along some short ones; all blocks have all rows but the last, and those after
+        # a unit's height are the next slot's
         across = cutlass.const_expr(min(32, p.piece_bytes // FRAGMENT))
         down = cutlass.const_expr(32 // across)
         row, fragment = lane // across, lane % across
@@ -171,7 +172,7 @@ def _copy(at: Any, begin: Any, end: Any, warp: Any, lane: Any, shared: Any, poli
             source = source + (Int64(column) * 2 + Int64(fragment * FRAGMENT)) + beyond * 2 * p.columns
             for j in cutlass.range_constexpr(0, p.piece_bytes // FRAGMENT, across):
                 real = row < down
-                if cutlass.const_expr(i + down > p.sure - tile * p.height):
+                if cutlass.const_expr(i + down > min(p.height, p.sure - tile * p.height)):
                     real = real & (row + i < count)
                 if cutlass.const_expr(j + across > p.piece_bytes // FRAGMENT):
                     real = real & (fragment + j < p.piece_bytes // FRAGMENT)

@@ -54,6 +54,7 @@ def call_of(rows: int, width: int, columns: int, config: dict[str, Any], *, devi
     (2, 220, 384, 4, 12, 4, 3, torch.bfloat16),  # four units high, rows of x on 2 bytes
     (3, 5, 1792, 4, 64, 8, 8, torch.float32),  # fewer rows than blocks; long pieces, padded
     (4, 40, 96, 3, 200, 2, 0, torch.bfloat16),
+    (2, 112, 704, 2, 6, 2, 0, torch.float32),  # 8 rows side by side in units 14 high, as 7168 x 2112 once had them
 ], ids=str)
 def test_products(rows: int, width: int, columns: int, warps: int, ring_kb: int, blocks: int, gap: int,
                   dtype: torch.dtype, bulk: bool) -> None:
