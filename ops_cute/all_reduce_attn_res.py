@@ -136,7 +136,12 @@ class Static:
     @property
     def shared(self) -> int:
         """Bytes of shared memory: the barrier, the sums of every warp of the cluster, their totals."""
-        return HEAD + 4 * (self.early + self.late) * (self.cluster * self.warps + 1)
+        return self.totals + 16 * -(-(self.early + self.late) // 4)
+
+    @property
+    def totals(self) -> int:
+        """Where the totals begin, which are read four at a time."""
+        return HEAD + 16 * -(-(self.early + self.late) * self.cluster * self.warps // 4)
 
     @property
     def early(self) -> int:
@@ -185,14 +190,14 @@ def _share(totals: Sequence[Any], count: int, sums: Any, warp: Any, first: int, 
 def _totals(sums: Any, thread: Any, p: Static) -> list[Any]:
     """Every sum over all warps of the cluster, in every thread."""
     count, warps = p.early + p.late, p.cluster * p.warps
-    whole = sums + HEAD + warps * count * 4
+    whole = sums + p.totals
     for start in range(0, count, p.threads):
         own = thread + start
         at = sums + HEAD + select(own < count, own, Int32(0)) * 4
         parts = [load_shared(at + warp * count * 4) for warp in range(warps)]
         store_shared(whole + own * 4, [total(parts)], guard=own < count)
     cute.arch.sync_threads()
-    return [load_shared(whole + i * 4) for i in range(count)]
+    return [value for i in range(0, count, 4) for value in load_shared(whole + i * 4, 4)][:count]
 
 
 def _factors(totals: Sequence[Any], p: Static) -> list[Any]:

@@ -46,7 +46,7 @@ from .all_reduce_attn_res import (
 from .all_reduce_o_proj_menu import MOST_ROWS, TILE, UNIT, producers, splits
 from .launching import KernelLaunch, await_producers, row_stride, start_dependents
 from .mailbox import Addresses, Mailbox, addresses, columns_of, fits_at_once
-from .primitives import address, load_shared, load_words, mma, pack, select, store_shared
+from .primitives import address, load_shared, load_words, mma, pack, select, store_shared, total
 
 WAITS = ("parts of a row",)
 
@@ -105,16 +105,17 @@ def _multiply(at: Addresses, thread: Any, part: Any, cluster: Any, p: Parameters
     row = select(g < p.rows, g, Int32(p.rows - 1))
     source = at["a"] + Int64(row) * (2 * p.stride_a) + Int64(first) * 2
     values = [load_words(source + unit * 2 * UNIT) for unit in range(p.units)]
-    # two chains of products, so that one does not wait for itself
-    sums = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
-    for upper, lower, x in zip(*weight, values, strict=True):
+    # four chains of products, so that one does not wait for itself
+    sums = [[Float32(0.0)] * 4 for _ in range(4)]
+    for unit, (upper, lower, x) in enumerate(zip(*weight, values, strict=True)):
         for step in (0, 2):
-            sums[step // 2] = mma([upper[step], lower[step], upper[step + 1], lower[step + 1]], x[step : step + 2],
-                                  sums[step // 2])
+            chain = unit % 2 * 2 + step // 2
+            sums[chain] = mma([upper[step], lower[step], upper[step + 1], lower[step + 1]], x[step : step + 2],
+                              sums[chain])
     own = base + warp * (MOST_ROWS * PITCH)
     for i in range(4):
         place = own + (2 * q + i % 2) * PITCH + (g + 8 * (i // 2)) * 4
-        store_shared(place, [sums[0][i] + sums[1][i]])
+        store_shared(place, [total([chain[i] for chain in sums])])
     cute.arch.sync_threads()
     _send(at, box, thread, block, base, p)
     box.count(Int32(thread == 0))

@@ -304,15 +304,17 @@ def _multiply(weight: Sequence[Any], rows: Any, base: Any, part: Any, warp: Any,
     for first in range(0, p.rows, COLUMNS):
         row = select(first + g < p.rows, first + g, Int32(p.rows - 1))
         at = rows + row * p.pitch + (split * p.units * UNIT + q * 8) * 2
-        sums, squares = [Float32(0.0)] * 4, [Float32(0.0)] * 4
+        # two chains of products each, so that one does not wait for itself
+        sums, squares = ([[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2))
         for unit in range(p.units):
             x = [value.bitcast(Int32) for value in load_shared(at + unit * 2 * UNIT, 4)]
             upper, lower = weight[8 * unit : 8 * unit + 4], weight[8 * unit + 4 : 8 * unit + 8]
-            for step in (0, 2):
+            for chain, step in enumerate((0, 2)):
                 b = x[step : step + 2]
-                sums = mma([upper[step], lower[step], upper[step + 1], lower[step + 1]], b, sums)
+                sums[chain] = mma([upper[step], lower[step], upper[step + 1], lower[step + 1]], b, sums[chain])
                 # the rows times themselves: squares are the diagonal
-                squares = mma([b[0], Int32(0), b[1], Int32(0)], b, squares)
+                squares[chain] = mma([b[0], Int32(0), b[1], Int32(0)], b, squares[chain])
+        sums, squares = ([a + b for a, b in zip(*both, strict=True)] for both in (sums, squares))
         for i, value in enumerate(sums):
             column = first + 2 * q + i % 2
             output = tile * TILE + g + 8 * (i // 2)

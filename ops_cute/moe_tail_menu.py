@@ -11,6 +11,7 @@ from .all_reduce_attn_res_menu import ARCH, MOST_RANKS, mailbox
 
 ENTRY = "k3plan.ops_cute.moe_tail:bind"
 MOST_ROWS = 16
+FEW_ROWS = 4  # up to here weights in registers before the wait gain less than they cost
 COLUMNS = 8  # rows of a step that one product of the matrix units takes
 UNIT = 32  # inputs of the up-projection that a warp takes at once
 MOST_UNITS = 8  # of them whose weights a thread's registers hold
@@ -45,10 +46,13 @@ def fitting(region: Region, weight: str, *, clusters: Sequence[int], each: int) 
     latent of a block. ``early``: weights into registers before the wait for the producers, not only into the L2 cache.
     Of ``clusters`` the first ``each`` that fit.
 
-    The first is the fastest in a chain (H200, TP16, 1 and 8 rows: 5.9 and 8.4 us, two tiles 6.5 and 16.4)."""
-    _, latent, stripe, _ = sizes(region, weight)
+    The first is the fastest in a chain (H200, TP16: early takes 5.2, 5.9, 6.6 and 7.8 us at 1, 2, 4 and 8 rows, late
+    4.9, 5.2, 5.9 and 8.2; two tiles took 6.5 and 16.4 at 1 and 8 when four took 5.9 and 8.4)."""
+    rows, latent, stripe, _ = sizes(region, weight)
+    first = rows > FEW_ROWS
     found = []
-    for count, parts, early in ((4, 2, True), (4, 2, False), (2, 2, True), (2, 2, False), (2, 1, True), (4, 1, True)):
+    for count, parts, early in ((4, 2, first), (4, 2, not first), (2, 2, True), (2, 2, False), (2, 1, True),
+                                (4, 1, True)):
         taken = 0
         for cluster in clusters:
             config = {"cluster": cluster, "tiles": count, "parts": parts, "early": early}
