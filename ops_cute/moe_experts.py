@@ -66,20 +66,30 @@ from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch
 from .launching import KernelLaunch, await_producers, named, row_alignment, row_stride, start_dependents
-from .moe_experts_copy import copy_by_lanes, copy_by_rows, copy_units
+from .moe_experts_copy import copy_by_lanes, copy_by_rows, copy_units, first_side
+from .moe_experts_dot import (
+    add_warps,
+    dot_chunk,
+    dot_unit,
+    free_slot,
+    hand_over,
+    largest_magnitude,
+    look_at_chunk,
+    over_lanes,
+    pairs_of,
+    rounded,
+)
 from .moe_experts_list import list_experts, list_first_row, place_row
 from .moe_experts_menu import LIST_BITS, MOST_BLOCKS, PARITIES
-from .moe_experts_plan import FRAGMENT, PARTIALS, STEP, THREADS, TILE, TOKENS, TOP_EXPONENT, WARPS, Config, Static
+from .moe_experts_plan import FRAGMENT, STEP, THREADS, TILE, TOKENS, TOP_EXPONENT, WARPS, Config, Static
 from .moe_parts import (
     arrive,
     await_phase,
     init_barrier,
     is_late,
-    load_byte,
     load_matrices,
     load_signed_byte,
     load_word,
-    look,
     multiprocessors,
     not_zero,
     publish,
@@ -88,23 +98,17 @@ from .moe_parts import (
     store_word,
 )
 from .mxfp4 import (
-    PAIRS,
     WEIGHT_EXPONENT,
     biased_exponent,
-    dot_group,
     largest_of,
     pack_f16,
     power_of_two,
-    round_to_e4m3,
-    scale_of,
-    unpack_f16,
 )
 from .primitives import (
     lane_value,
     lane_xor,
     load_shared,
     load_words,
-    maximum,
     mma,
     pack,
     select,
@@ -119,28 +123,6 @@ MULTIPLYING = 32 * WARPS  # threads
 MULTIPLIERS, COUNTED = 1, 2  # named barriers: of the warps that multiply; of all, that know the number of the launch
 
 
-def _pairs(values: Any) -> list[Any]:
-    """8 fp32 as 4 words of fp16, in the order of decoded weights."""
-    return [pack_f16(values[low], values[high]) for low, high in PAIRS]
-
-
-def _over_lanes(size: Any, lanes: int = 4) -> Any:
-    """The largest of ``lanes`` neighbouring lanes."""
-    step = 1
-    while step < lanes:
-        size, step = cute.arch.fmax(size, lane_xor(size, step)), 2 * step
-    return size
-
-
-def _rounded(values: Any) -> Any:
-    """A group of 4 neighbouring lanes as MXFP8 holds it."""
-    return round_to_e4m3(values, _over_lanes(_largest(values)))
-
-
-def _largest(values: Any) -> Any:
-    return maximum([select(v < 0.0, -v, v) for v in values])
-
-
 def _load_x(at: Any, warp: Any, lane: Any, p: Static) -> tuple[list[Any], list[Any]]:
     """This warp's groups of x as operands, and the fp32 factors of the two tokens of a lane's results."""
     token, part = lane >> 2, lane & 3
@@ -152,177 +134,156 @@ def _load_x(at: Any, warp: Any, lane: Any, p: Static) -> tuple[list[Any], list[A
         words.append(load_words(row + Int64(group * 64 + part * 16), guard=select(real, Int32(1), Int32(0))))
     values = [unpack(four) for four in words]
     if p.rounds:
-        values = [_rounded(v) for v in values]
-        largest = _largest([v for eight in values for v in eight])
+        values = [rounded(v) for v in values]
+        largest = largest_magnitude([v for eight in values for v in eight])
     else:
         largest = largest_of([word for four in words for word in four])
     # the largest becomes 2^14 or more, below 2^15
-    exponent = biased_exponent(cute.arch.fmax(_over_lanes(largest), Float32(2.0**-112)))
+    exponent = biased_exponent(cute.arch.fmax(over_lanes(largest), Float32(2.0**-112)))
     down = power_of_two(254 + TOP_EXPONENT - 1 - exponent)
     up = power_of_two(exponent - (TOP_EXPONENT - 1) - WEIGHT_EXPONENT)
     factors = [lane_value(up, (lane & 3) * 8 + 4 * i) for i in range(2)]
-    return [_pairs([v * down for v in eight]) for eight in values], factors
+    return [pairs_of([v * down for v in eight]) for eight in values], factors
 
 
-def _add_scaled(total: Any, upper: Any, lower: Any, products: Any, p: Static) -> list[Any]:
-    """``total`` plus the products of a scale group; one token has no second column."""
-    scales = (upper, upper, lower, lower)
-    return [t if i & 1 and p.tokens == 1 else t + scale * product
-            for i, (t, scale, product) in enumerate(zip(total, scales, products, strict=True))]
+@cute.jit
+def _take_unit(x: Any, factors: Any, fill: Any, warp: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+               p: cutlass.Constexpr):
+    """This warp's sums of the unit in slot ``fill``, which is free then."""
+    slot = fill % p.slots
+    await_phase(shared + where["full"] + slot * 8, (fill // p.slots) & 1)
+    # a warp without groups multiplies those of another by zeros
+    own = cutlass.min(warp * p.own_groups, Int32(p.groups - p.own_groups))
+    total = dot_unit(shared + where["ring"] + slot * p.slot_bytes, own, x, lane, p)
+    free_slot(slot, lane, shared, where)
+    return [total[0] * factors[0], total[1] * factors[1], total[2] * factors[0], total[3] * factors[1]]
 
 
 @cute.jit
 def _multiply_up(x: Any, factors: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
                  where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """The warps that multiply: this warp's groups of 8 gate and 8 up rows a unit. Returns the slots used."""
-    fill = Int32(0)
-    for _unit in cutlass.range(block, count * p.tiles, p.blocks, unroll=1):
-        slot = fill % p.slots
-        await_phase(shared + where["full"] + slot * 8, (fill // p.slots) & 1)
-        rows = shared + where["ring"] + slot * p.slot_bytes
-        # a warp without groups multiplies those of another by zeros
-        own = cutlass.min(warp * p.own_groups, Int32(p.groups - p.own_groups))
-        matrix = rows + (((lane >> 3) & 1) * TILE + (lane & 7)) * p.row_bytes + ((lane >> 4) + own) * FRAGMENT
-        scale = rows + 2 * TILE * p.row_bytes + (lane >> 2) * p.groups + own
-        total = [Float32(0.0)] * 4
-        for pair in cutlass.range_constexpr(-(-p.own_groups // 2)):
-            here = min(2, p.own_groups - 2 * pair)
-            words = load_matrices(matrix + 2 * FRAGMENT * pair, 2 * here)
-            for i in cutlass.range_constexpr(here):
-                group = 2 * pair + i
-                gate = scale_of(load_byte(scale + group))
-                up = scale_of(load_byte(scale + TILE * p.groups + group))
-                total = _add_scaled(total, gate, up, dot_group(words[2 * i], words[2 * i + 1], x[group]), p)
-        _hand_over([total[0] * factors[0], total[1] * factors[1], total[2] * factors[0], total[3] * factors[1]], fill,
-                   warp, lane, shared, where, p)
+    """The warps that multiply: this warp's groups of the block's units, two units a step. Returns the slots used and
+    the steps."""
+    fill, step = Int32(0), Int32(0)
+    for unit in cutlass.range(block, count * p.tiles, 2 * p.blocks, unroll=1):
+        sums = _take_unit(x, factors, fill, warp, lane, shared, where, p)
         fill = fill + 1
-    return fill
+        more = [Float32(0.0)] * 4
+        if unit + p.blocks < count * p.tiles:
+            more = _take_unit(x, factors, fill, warp, lane, shared, where, p)
+            fill = fill + 1
+        hand_over(sums, more, step, warp, lane, shared, where)
+        step = step + 1
+    return fill, step
 
 
 @cute.jit
-def _multiply_side(at: Any, fill: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
+def _take_side(a: Any, fill: Any, warp: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """As ``_take_unit``, of 16 rows of ``w``."""
+    slot = fill % p.slots
+    await_phase(shared + where["full"] + slot * 8, (fill // p.slots) & 1)
+    own = cutlass.min(warp * p.own_steps, Int32(p.side_steps - p.own_steps))
+    rows = shared + where["ring"] + slot * p.slot_bytes
+    matrix = rows + (lane & 15) * p.side_row_bytes + (lane >> 4) * FRAGMENT + own * 2 * STEP
+    total = [Float32(0.0)] * 4
+    for i in cutlass.range_constexpr(p.own_steps):
+        total = mma(load_matrices(matrix + 2 * STEP * i), a[2 * i : 2 * i + 2], total)
+    free_slot(slot, lane, shared, where)
+    return total
+
+
+@cute.jit
+def _multiply_side(at: Any, fill: Any, step: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
                    where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """The warps that multiply: this warp's columns of 16 rows of ``w`` a unit. Returns the slots used."""
+    """The warps that multiply: this warp's columns of 16 rows of ``w`` a unit. Returns the slots used and the steps."""
     token, part = lane >> 2, lane & 3
     # a warp without columns multiplies those of another by zeros
     own = cutlass.min(warp * p.own_steps, Int32(p.side_steps - p.own_steps))
     real = (token < p.tokens) & (warp * p.own_steps < p.side_steps)
     source = at.a.toint() + Int64(token) * (2 * p.stride_a) + Int64(own * 2 * STEP + part * 4)
     a = [load_words(source + 16 * i, 1, guard=select(real, Int32(1), Int32(0)))[0] for i in range(2 * p.own_steps)]
-    for _unit in cutlass.range(block + fill * p.blocks - count * p.tiles, p.side_units, p.blocks, unroll=1):
-        slot = fill % p.slots
-        await_phase(shared + where["full"] + slot * 8, (fill // p.slots) & 1)
-        rows = shared + where["ring"] + slot * p.slot_bytes
-        matrix = rows + (lane & 15) * p.side_row_bytes + (lane >> 4) * FRAGMENT + own * 2 * STEP
-        total = [Float32(0.0)] * 4
-        for step in cutlass.range_constexpr(p.own_steps):
-            total = mma(load_matrices(matrix + 2 * STEP * step), a[2 * step : 2 * step + 2], total)
-        _hand_over(total, fill, warp, lane, shared, where, p)
+    for unit in cutlass.range(first_side(block, count, p), p.side_units, 2 * p.blocks, unroll=1):
+        sums = _take_side(a, fill, warp, lane, shared, where, p)
         fill = fill + 1
-    return fill
+        more = [Float32(0.0)] * 4
+        if unit + p.blocks < p.side_units:
+            more = _take_side(a, fill, warp, lane, shared, where, p)
+            fill = fill + 1
+        hand_over(sums, more, step, warp, lane, shared, where)
+        step = step + 1
+    return fill, step
 
 
 @cute.jit
-def _hand_over(sums: Any, fill: Any, warp: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
-               p: cutlass.Constexpr):
-    """Frees the slot of unit ``fill`` and gives this warp's sums to the finisher."""
-    cute.arch.sync_warp()
-    if lane == 0:
-        arrive(shared + where["empty"] + fill % p.slots * 8)
-    buffer = fill & 1
-    await_phase(shared + where["partials_empty"] + buffer * 8, ((fill >> 1) & 1) ^ 1)
-    store_shared(shared + where["partials"] + buffer * PARTIALS + (warp * 32 + lane) * FRAGMENT, sums)
-    cute.arch.sync_warp()
-    if lane == 0:
-        arrive(shared + where["partials_full"] + buffer * 8)
-
-
-@cute.jit
-def _add_warps(fill: Any, lane: Any, shared: Any, where: cutlass.Constexpr):
-    """The finisher: a lane's 4 sums of unit ``fill`` over the warps."""
-    buffer = fill & 1
-    await_phase(shared + where["partials_full"] + buffer * 8, (fill >> 1) & 1)
-    at = shared + where["partials"] + buffer * PARTIALS + lane * FRAGMENT
-    sums = load_shared(at, 4)
-    for warp in cutlass.range_constexpr(1, WARPS):
-        more = load_shared(at + warp * 32 * FRAGMENT, 4)
-        sums = [a + b for a, b in zip(sums, more, strict=True)]
-    cute.arch.sync_warp()
-    if lane == 0:
-        arrive(shared + where["partials_empty"] + buffer * 8)
-    return sums
-
-
-@cute.jit
-def _finish_units(act: Any, which: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
-                  p: cutlass.Constexpr):
-    """Finisher ``which``: adds up the warps' sums of a unit, applies SiTU and publishes the activations of its 8
-    rows."""
-    fill = which
+def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, which: cutlass.Constexpr,
+                  where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """Finisher ``which``: adds up the warps' sums of its units of each step, applies SiTU and publishes the activations
+    of their 8 rows. Returns the steps."""
+    step = Int32(0)
     row, part = lane >> 2, lane & 3
-    for unit in cutlass.range(block + which * p.blocks, count * p.tiles, p.finishers * p.blocks, unroll=1):
-        sums = _add_warps(fill, lane, shared, where)
-        found = [situ(sums[i], sums[2 + i], p.beta, p.linear_beta) * 2.0**p.act_exponent for i in range(2)]
-        # rows r and r + 2 make a word: lanes of r publish the first token's, those of r + 2 the second's
-        upper = (row & 2) != 0
-        other = lane_xor(select(upper, found[0], found[1]), 8)
-        word = not_zero(pack_f16(select(upper, other, found[0]), select(upper, found[1], other)))
-        token = 2 * part + ((row >> 1) & 1)
-        place = load_signed_byte(shared + where["places"] + (unit // p.tiles) * TOKENS + token)
-        fragment = (token * p.top_k + place) * p.tiles + unit % p.tiles
-        offset = fragment * FRAGMENT + ((row & 1) * 2 + (row >> 2)) * 4
-        publish(act + Int64(offset), word, select(place >= 0, Int32(1), Int32(0)))
-        fill = fill + p.finishers
-    return fill
+    for first in cutlass.range(block, count * p.tiles, 2 * p.blocks, unroll=1):
+        for half in cutlass.range_constexpr(which, 2, p.finishers):
+            sums = add_warps(step, lane, shared, half, half + p.finishers >= 2, where)
+            found = [situ(sums[i], sums[2 + i], p.beta, p.linear_beta) * 2.0**p.act_exponent for i in range(2)]
+            # rows r and r + 2 make a word: lanes of r publish the first token's, those of r + 2 the second's
+            upper = (row & 2) != 0
+            other = lane_xor(select(upper, found[0], found[1]), 8)
+            word = not_zero(pack_f16(select(upper, other, found[0]), select(upper, found[1], other)))
+            token = 2 * part + ((row >> 1) & 1)
+            real = first + half * p.blocks < count * p.tiles
+            unit = select(real, first + half * p.blocks, first)
+            place = load_signed_byte(shared + where["places"] + (unit // p.tiles) * TOKENS + token)
+            fragment = (token * p.top_k + place) * p.tiles + unit % p.tiles
+            offset = fragment * FRAGMENT + ((row & 1) * 2 + (row >> 2)) * 4
+            publish(act + Int64(offset), word, select(real & (place >= 0), Int32(1), Int32(0)))
+        step = step + 1
+    return step
 
 
 @cute.jit
-def _finish_side(out: Any, fill: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
-                 p: cutlass.Constexpr):
-    """The finisher: adds up the warps' sums of 16 columns of ``s`` and stores them as bf16."""
+def _finish_side(out: Any, step: Any, count: Any, block: Any, lane: Any, shared: Any, which: cutlass.Constexpr,
+                 where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """Finisher ``which``: adds up the warps' sums of 16 columns of ``s`` and stores them as bf16."""
     row, part = lane >> 2, lane & 3
-    for unit in cutlass.range(block + fill * p.blocks - count * p.tiles, p.side_units, p.finishers * p.blocks,
-                              unroll=1):
-        words = pack(_add_warps(fill, lane, shared, where))
-        for i in cutlass.range_constexpr(4):
-            token = 2 * part + i % 2
-            place = out + Int64(token * p.stride_s + unit * 2 * TILE + row + i // 2 * TILE) * 2
-            store_half(place, words[i // 2] >> (16 * (i % 2)), guard=select(token < p.tokens, Int32(1), Int32(0)))
-        fill = fill + p.finishers
+    for first in cutlass.range(first_side(block, count, p), p.side_units, 2 * p.blocks, unroll=1):
+        for half in cutlass.range_constexpr(which, 2, p.finishers):
+            words = pack(add_warps(step, lane, shared, half, half + p.finishers >= 2, where))
+            unit = first + half * p.blocks
+            for i in cutlass.range_constexpr(4):
+                token = 2 * part + i % 2
+                place = out + Int64(token * p.stride_s + unit * 2 * TILE + row + i // 2 * TILE) * 2
+                store_half(place, words[i // 2] >> (16 * (i % 2)),
+                           guard=select((token < p.tokens) & (unit < p.side_units), Int32(1), Int32(0)))
+        step = step + 1
 
 
 @cute.jit
-def _finish(at: Any, act: Any, which: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
-            p: cutlass.Constexpr):
+def _finish(at: Any, act: Any, count: Any, block: Any, lane: Any, shared: Any, which: cutlass.Constexpr,
+            where: cutlass.Constexpr, p: cutlass.Constexpr):
     """All of a finisher."""
-    fill = _finish_units(act, which, count, block, lane, shared, where, p)
+    step = _finish_units(act, count, block, lane, shared, which, where, p)
     if cutlass.const_expr(p.side_width > 0):
-        _finish_side(at.s.toint(), fill, count, block, lane, shared, where, p)
+        _finish_side(at.s.toint(), step, count, block, lane, shared, which, where, p)
 
 
-def _look_at(act: Any, item: Any, last: Any, lane: Any, shared: Any, where: Any,
-             p: Any) -> tuple[list[Any], Any, Any]:
-    """The activations of an item, a chunk of an expert of the list, where they lie, and whether this lane has some."""
+def _source_of(act: Any, item: Any, last: Any, lane: Any, shared: Any, where: Any, p: Any) -> tuple[Any, Any]:
+    """Where this lane's activations of an item lie, a chunk of an expert of the list, and whether it has some."""
     index = select(item < last, item, Int32(0)) // p.chunks
     place = load_signed_byte(shared + where["places"] + index * TOKENS + (lane >> 2))
     guard = select((place >= 0) & (item < last), Int32(1), Int32(0))
     fragment = ((lane >> 2) * p.top_k + place) * p.tiles + 4 * (item % p.chunks * p.chunk) + (lane & 3)
-    source = act + Int64(fragment * FRAGMENT)
-    return [word for i in range(p.chunk) for word in look(source + 4 * FRAGMENT * i, guard)], source, guard
+    return act + Int64(fragment * FRAGMENT), guard
 
 
 @cute.jit
-def _add_item(total: Any, x: Any, item: Any, slot: Any, block: Any, lane: Any, shared: Any,
+def _add_item(total: Any, x: Any, source: Any, guard: Any, item: Any, slot: Any, block: Any, lane: Any, shared: Any,
               where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """``total`` plus a chunk of an expert's rows of this block's columns, times activations and routing weights."""
-    total = list(total)
-    token, part = lane >> 2, lane & 3
+    """``total`` plus a chunk of an expert's rows of this block's columns, times activations and routing weights; and
+    the next activations."""
+    total, x = list(total), list(x)
+    part = lane & 3
     inside = ((p.blocks - 1 - block) * p.columns * p.inter_groups) & 15
     index, group0 = item // p.chunks, item % p.chunks * p.chunk
-    x = [x[4 * i : 4 * i + 4] for i in range(p.chunk)]
-    if cutlass.const_expr(p.rounds):
-        # a word holds two columns of the group: their order does not matter for rounding
-        x = [_repacked(four, p) for four in x]
     weights = []
     for i in cutlass.range_constexpr(2):
         reader = 2 * part + i
@@ -330,34 +291,22 @@ def _add_item(total: Any, x: Any, item: Any, slot: Any, block: Any, lane: Any, s
         at = shared + where["weights"] + select(held >= 0, reader * p.top_k + held, Int32(0)) * 4
         weights.append(select(held >= 0, load_word(at).bitcast(Float32), Float32(0.0)))
     rows = shared + where["ring"] + slot * p.slot_bytes + (index % p.together) * p.down_bytes
-    for tile in cutlass.range_constexpr(p.column_tiles):
-        last = p.columns - 1
-        matrix_row = cutlass.min(tile * 16 + ((lane >> 3) & 1) * 8 + (lane & 7), Int32(last))
-        matrix = rows + matrix_row * (p.inter // 2) + ((lane >> 4) + group0) * FRAGMENT
-        scales = rows + p.columns * (p.inter // 2) + inside + group0
-        upper = scales + cutlass.min(tile * 16 + token, Int32(last)) * p.inter_groups
-        lower = scales + cutlass.min(tile * 16 + 8 + token, Int32(last)) * p.inter_groups
-        sums = [Float32(0.0)] * 4
-        for pair in cutlass.range_constexpr(-(-p.chunk // 2)):
-            here = min(2, p.chunk - 2 * pair)
-            words = load_matrices(matrix + 2 * FRAGMENT * pair, 2 * here)
-            for i in cutlass.range_constexpr(here):
-                group = 2 * pair + i
-                a, b = scale_of(load_byte(upper + group)), scale_of(load_byte(lower + group))
-                sums = _add_scaled(sums, a, b, dot_group(words[2 * i], words[2 * i + 1], x[group]), p)
-        for i in cutlass.range_constexpr(4):
-            total[4 * tile + i] = total[4 * tile + i] + weights[i & 1] * sums[i]
-    return total
+    more = p.most * p.chunks > WARPS
+    tiles = dot_chunk(rows, inside, group0, x, lane, p, source if more else None, guard)
+    for i in cutlass.range_constexpr(4 * p.column_tiles):
+        total[i] = total[i] + weights[i & 1] * tiles[i // 4][i % 4]
+    return total, x
 
 
 @cute.jit
 def _multiply_down(act: Any, fill: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
                    where: cutlass.Constexpr, p: cutlass.Constexpr):
     """The warps that multiply: every 16th chunk of an expert's rows for this block's columns; the sums stay in
-    registers. The activations of the next one are on their way while one is multiplied."""
+    registers. The activations of the next one come while one is multiplied, into the same registers."""
     total = [Float32(0.0)] * (4 * p.column_tiles)
     last = count * p.chunks
-    x, source, guard = _look_at(act, warp, last, lane, shared, where, p)
+    source, guard = _source_of(act, warp, last, lane, shared, where, p)
+    x = look_at_chunk(source, guard, p)
     for start in cutlass.range(0, count, p.together, unroll=1):
         turn = fill + start // p.together
         slot = turn % p.slots
@@ -368,35 +317,24 @@ def _multiply_down(act: Any, fill: Any, count: Any, block: Any, warp: Any, lane:
         for item in cutlass.range(begin + ((warp - begin) & (WARPS - 1)), end, WARPS, unroll=1):
             late = is_late(x)
             while late != 0:
-                x = [word for i in range(p.chunk) for word in look(source + 4 * FRAGMENT * i, guard)]
+                x = look_at_chunk(source, guard, p)
                 late = is_late(x)
             cute.arch.sync_warp()
             # a token that did not choose the expert has ones, and its weight is 0
-            own = x
-            if cutlass.const_expr(p.most * p.chunks > WARPS):
-                x, source, guard = _look_at(act, item + WARPS, last, lane, shared, where, p)
-            total = _add_item(total, own, item, slot, block, lane, shared, where, p)
-        cute.arch.sync_warp()
-        if lane == 0:
-            arrive(shared + where["empty"] + slot * 8)
+            source, guard = _source_of(act, item + WARPS, last, lane, shared, where, p)
+            total, x = _add_item(total, x, source, guard, item, slot, block, lane, shared, where, p)
+        free_slot(slot, lane, shared, where)
     return total
 
 
-def _repacked(four: Any, p: Static) -> list[Any]:
-    """A group's activations rounded to MXFP8 as the op does, scaled as they came."""
-    values = _rounded([half * Float32(2.0**-p.act_exponent) for word in four for half in unpack_f16(word)])
-    return [pack_f16(low * Float32(2.0**p.act_exponent), high * Float32(2.0**p.act_exponent))
-            for low, high in zip(values[::2], values[1::2], strict=True)]
-
-
 @cute.jit
-def _store_columns(out: Any, total: Any, fill: Any, block: Any, thread: Any, shared: Any,
+def _store_columns(out: Any, total: Any, step: Any, block: Any, thread: Any, shared: Any,
                    where: cutlass.Constexpr, p: cutlass.Constexpr):
     """The sums of the 16 warps, added and stored as bf16."""
     partials = shared + where["partials"]
     # the last sums of the first half may not have been read yet
     for buffer in cutlass.range_constexpr(2):
-        uses = (fill + 1 - buffer) >> 1
+        uses = (step + 1 - buffer) >> 1
         await_phase(shared + where["partials_empty"] + buffer * 8, (uses & 1) ^ 1)
     for tile in cutlass.range_constexpr(p.column_tiles):
         store_shared(partials + (tile * MULTIPLYING + thread) * FRAGMENT, total[4 * tile : 4 * tile + 4])
@@ -429,7 +367,7 @@ def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Conste
             init_barrier(shared + where["empty"] + 8 * slot, WARPS)
         for buffer in cutlass.range_constexpr(2):
             init_barrier(shared + where["partials_full"] + 8 * buffer, WARPS)
-            init_barrier(shared + where["partials_empty"] + 8 * buffer, 1)
+            init_barrier(shared + where["partials_empty"] + 8 * buffer, p.finishers)
         init_barrier(shared + where["listed"], 1)
         publish_barriers()
     if thread < p.words:
@@ -494,7 +432,7 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
             arrive(shared + where["listed"])
         count = load_word(shared + where["count"])
         if cutlass.const_expr(p.bulk):
-            _finish(at, act, Int32(1), count, block, lane, shared, where, p)
+            _finish(at, act, count, block, lane, shared, 1, where, p)
         else:
             copy_by_lanes(at, count, Int32(1), block, lane, shared, where, p)
     elif warp == FINISHER:
@@ -506,16 +444,16 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
         if lane == 0:
             store_words(epochs, [epoch + 1])
         count = _await_list(shared, where)
-        _finish(at, act, Int32(0), count, block, lane, shared, where, p)
+        _finish(at, act, count, block, lane, shared, 0, where, p)
     else:
         x, factors = _load_x(at.x.toint(), warp, lane, p)
         count = _await_list(shared, where)
-        fill = _multiply_up(x, factors, count, block, warp, lane, shared, where, p)
+        fill, step = _multiply_up(x, factors, count, block, warp, lane, shared, where, p)
         if cutlass.const_expr(p.side_width > 0):
-            fill = _multiply_side(at, fill, count, block, warp, lane, shared, where, p)
+            fill, step = _multiply_side(at, fill, step, count, block, warp, lane, shared, where, p)
         if p.blocks - 1 - block < p.column_blocks:
             total = _multiply_down(act, fill, count, block, warp, lane, shared, where, p)
-            _store_columns(at.out.toint(), total, fill, block, thread, shared, where, p)
+            _store_columns(at.out.toint(), total, step, block, thread, shared, where, p)
 
 
 def _side(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -43,15 +43,9 @@ from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch
 from .launching import KernelLaunch, await_producers, named, row_stride, start_dependents
-from .moe_experts import (
-    MULTIPLIERS,
-    MULTIPLYING,
-    _add_scaled,
-    _add_warps,
-    _repacked,
-    _side,
-)
+from .moe_experts import MULTIPLIERS, MULTIPLYING, _side
 from .moe_experts_copy import copy_by_rows, first_side
+from .moe_experts_dot import add_warps, dot_chunk, dot_unit, free_slot, hand_over, look_at_chunk, reload
 from .moe_experts_gathered_list import members_of, pair_at, sort
 from .moe_experts_gathered_plan import MOST_TOKENS, Config, Gathered
 from .moe_experts_menu import LIST_BITS, MOST_BLOCKS, PARITIES
@@ -61,7 +55,6 @@ from .moe_parts import (
     await_phase,
     init_barrier,
     is_late,
-    load_byte,
     load_matrices,
     load_word,
     look,
@@ -72,9 +65,8 @@ from .moe_parts import (
     situ,
     store_word,
 )
-from .mxfp4 import WEIGHT_EXPONENT, dot_group, pack_f16, scale_of
+from .mxfp4 import WEIGHT_EXPONENT, pack_f16
 from .primitives import (
-    Words,
     lane_xor,
     load_shared,
     load_words,
@@ -90,10 +82,9 @@ from .primitives import (
 COPIER, ZEROING, FINISHER = WARPS, WARPS + 1, WARPS + 2
 
 
-def reload(at: Any, words: Words, guard: Any) -> Words:
-    """4 words that another block has written, where ``guard`` is true; else ``words`` again, in their registers."""
-    return list(ptx("{ .reg .pred g; setp.ne.b32 g, $9, 0; @g ld.relaxed.gpu.global.v4.b32 {$0, $1, $2, $3}, [$8]; }",
-                    [Int32] * 4, [*words, at, Int32(guard)], tied=4))
+def renewal(source: Any, guard: Any) -> Any:
+    """Loads a group's operand anew from ``source`` where ``guard`` is true."""
+    return lambda group, words: reload(source + 64 * group, words, guard)
 
 
 def acquire() -> None:
@@ -110,7 +101,7 @@ def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Conste
             init_barrier(shared + where["empty"] + 8 * slot, WARPS)
         for buffer in cutlass.range_constexpr(2):
             init_barrier(shared + where["partials_full"] + 8 * buffer, WARPS)
-            init_barrier(shared + where["partials_empty"] + 8 * buffer, 1)
+            init_barrier(shared + where["partials_empty"] + 8 * buffer, 2)
         publish_barriers()
     for start in cutlass.range_constexpr(0, 2 * p.local, THREADS):
         store_word(shared + where["masks"] + (thread + start) * 4, Int32(0),
@@ -159,40 +150,31 @@ def _multiply_up(rows: Any, count: Any, block: Any, warp: Any, lane: Any, shared
         further = item + p.blocks < items
         other, others = members_of(select(further, item + p.blocks, item) // p.items, shared, where)
         passes = (members + TOKENS - 1) // TOKENS
-        for unit in cutlass.range(p.run, unroll=1):
-            slot = fill % p.slots
-            await_phase(shared + where["full"] + slot * 8, (fill // p.slots) & 1)
-            slab = shared + where["ring"] + slot * p.slot_bytes
+        for unit in cutlass.range(0, p.run, 2, unroll=1):
+            slots = [(fill + i) % p.slots for i in range(2)]
             for eight in cutlass.range(passes, unroll=1):
                 # whose columns are multiplied next: of the next 8 tokens, of the first 8 again, of the next expert
                 ends = eight + 1 == passes
-                leaves = ends & (unit + 1 == p.run)
+                leaves = ends & (unit + 2 == p.run)
                 after = select(ends, Int32(0), (eight + 1) * TOKENS)
                 first = select(leaves, other, start + after)
                 left = select(leaves, others, members - after)
                 wanted = real & ((passes > 1) | leaves) & (column < left) & (further | (first != other) | (passes > 1))
-                source = rows + Int64(pair_at(first + column, wanted, shared, where) // p.top_k) * (2 * p.width)
+                token = pair_at(first + column, wanted, shared, where) // p.top_k
+                source = rows + Int64(token) * (2 * p.width)
                 guard = select(wanted, Int32(1), Int32(0))
-                matrix = slab + (((lane >> 3) & 1) * TILE + (lane & 7)) * p.row_bytes + ((lane >> 4) + own) * FRAGMENT
-                scale = slab + 2 * TILE * p.row_bytes + (lane >> 2) * p.groups + own
-                total = [Float32(0.0)] * 4
-                loaded = []
-                for pair in cutlass.range_constexpr(-(-p.own_groups // 2)):
-                    here = min(2, p.own_groups - 2 * pair)
-                    words = load_matrices(matrix + 2 * FRAGMENT * pair, 2 * here)
-                    for i in cutlass.range_constexpr(here):
-                        group = 2 * pair + i
-                        gate = scale_of(load_byte(scale + group))
-                        up = scale_of(load_byte(scale + TILE * p.groups + group))
-                        total = _add_scaled(total, gate, up, dot_group(words[2 * i], words[2 * i + 1], x[group]), p)
-                        loaded.append(reload(source + 64 * group, x[group], guard))
-                x = loaded
-                cute.arch.sync_warp()
-                if lane == 0:
-                    arrive(shared + where["empty"] + slot * 8, guard=select(ends, Int32(1), Int32(0)))
-                _hand_over(total, step, warp, lane, shared, where)
+                x = list(x)
+                totals = []
+                for i in cutlass.range_constexpr(2):
+                    await_phase(shared + where["full"] + slots[i] * 8, ((fill + i) // p.slots) & 1)
+                    slab = shared + where["ring"] + slots[i] * p.slot_bytes
+                    totals.append(dot_unit(slab, own, x, lane, p, renewal(source, guard) if i else None))
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        arrive(shared + where["empty"] + slots[i] * 8, guard=select(ends, Int32(1), Int32(0)))
+                hand_over(totals[0], totals[1], step, warp, lane, shared, where)
                 step = step + 1
-            fill = fill + 1
+            fill = fill + 2
     return fill, step
 
 
@@ -200,101 +182,99 @@ def _multiply_up(rows: Any, count: Any, block: Any, warp: Any, lane: Any, shared
 def _multiply_side(at: Any, fill: Any, step: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
                    where: cutlass.Constexpr, p: cutlass.Constexpr):
     """The warps that multiply: 16 rows of ``w`` a unit, 8 tokens and a part of the columns each. Returns the slots
-    used."""
+    used and the steps."""
     steps = p.side_steps // p.side_splits
     token, part = warp % p.eights * TOKENS + (lane >> 2), lane & 3
     own = warp // p.eights * (steps * 2 * STEP)
     real = select(token < p.tokens, Int32(1), Int32(0))
     source = at.a.toint() + Int64(token) * (2 * p.stride_a) + Int64(own + part * 4)
     a = [load_words(source + 16 * i, 1, guard=real)[0] for i in range(2 * steps)]
-    for _unit in cutlass.range(first_side(block, count, p), p.side_units, p.blocks, unroll=1):
-        slot = fill % p.slots
-        await_phase(shared + where["full"] + slot * 8, (fill // p.slots) & 1)
-        matrix = shared + where["ring"] + slot * p.slot_bytes + own
-        matrix = matrix + (lane & 15) * p.side_row_bytes + (lane >> 4) * FRAGMENT
-        total = [Float32(0.0)] * 4
-        for i in cutlass.range_constexpr(steps):
-            total = mma(load_matrices(matrix + 2 * STEP * i), a[2 * i : 2 * i + 2], total)
-        cute.arch.sync_warp()
-        if lane == 0:
-            arrive(shared + where["empty"] + slot * 8)
-        _hand_over(total, step, warp, lane, shared, where)
-        step = step + 1
+    for unit in cutlass.range(first_side(block, count, p), p.side_units, 2 * p.blocks, unroll=1):
+        sums = _take_side(a, own, fill, lane, shared, where, p)
         fill = fill + 1
-    return fill
+        more = [Float32(0.0)] * 4
+        if unit + p.blocks < p.side_units:
+            more = _take_side(a, own, fill, lane, shared, where, p)
+            fill = fill + 1
+        hand_over(sums, more, step, warp, lane, shared, where)
+        step = step + 1
+    return fill, step
 
 
 @cute.jit
-def _hand_over(sums: Any, step: Any, warp: Any, lane: Any, shared: Any, where: cutlass.Constexpr):
-    """Gives this warp's sums to the finisher."""
-    buffer = step & 1
-    await_phase(shared + where["partials_empty"] + buffer * 8, ((step >> 1) & 1) ^ 1)
-    store_shared(shared + where["partials"] + buffer * PARTIALS + (warp * 32 + lane) * FRAGMENT, sums)
-    cute.arch.sync_warp()
-    if lane == 0:
-        arrive(shared + where["partials_full"] + buffer * 8)
+def _take_side(a: Any, own: Any, fill: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """This warp's sums of the 16 rows of ``w`` in slot ``fill``, which is free then."""
+    slot = fill % p.slots
+    await_phase(shared + where["full"] + slot * 8, (fill // p.slots) & 1)
+    matrix = shared + where["ring"] + slot * p.slot_bytes + own
+    matrix = matrix + (lane & 15) * p.side_row_bytes + (lane >> 4) * FRAGMENT
+    total = [Float32(0.0)] * 4
+    for i in cutlass.range_constexpr(p.side_steps // p.side_splits):
+        total = mma(load_matrices(matrix + 2 * STEP * i), a[2 * i : 2 * i + 2], total)
+    free_slot(slot, lane, shared, where)
+    return total
 
 
 @cute.jit
-def _finish_side(out: Any, which: Any, step: Any, count: Any, block: Any, lane: Any, shared: Any,
+def _finish_side(out: Any, step: Any, count: Any, block: Any, lane: Any, shared: Any, which: cutlass.Constexpr,
                  where: cutlass.Constexpr, p: cutlass.Constexpr):
     """Finisher ``which``: adds up what the warps of 8 tokens have of 16 columns of ``s`` and stores them as bf16."""
     row, part = lane >> 2, lane & 3
-    for unit in cutlass.range(first_side(block, count, p), p.side_units, p.blocks, unroll=1):
-        if (step & 1) == which:
-            await_phase(shared + where["partials_full"] + which * 8, (step >> 1) & 1)
-            at = shared + where["partials"] + which * PARTIALS + lane * FRAGMENT
-            words = []
-            for eight in cutlass.range_constexpr(p.eights):
-                sums = load_shared(at + eight * 32 * FRAGMENT, 4)
-                for split in cutlass.range_constexpr(1, p.side_splits):
-                    more = load_shared(at + (split * p.eights + eight) * 32 * FRAGMENT, 4)
-                    sums = [a + b for a, b in zip(sums, more, strict=True)]
-                words.append(pack(sums))
-            cute.arch.sync_warp()
-            if lane == 0:
-                arrive(shared + where["partials_empty"] + which * 8)
-            for i in cutlass.range_constexpr(4 * p.eights):
-                token = i // 4 * TOKENS + 2 * part + i % 2
-                place = out + Int64(token * p.stride_s + unit * 2 * TILE + row + i % 4 // 2 * TILE) * 2
-                store_half(place, words[i // 4][i % 4 // 2] >> (16 * (i % 2)),
-                           guard=select(token < p.tokens, Int32(1), Int32(0)))
+    for first in cutlass.range(first_side(block, count, p), p.side_units, 2 * p.blocks, unroll=1):
+        unit = first + which * p.blocks
+        buffer = step & 1
+        await_phase(shared + where["partials_full"] + buffer * 8, (step >> 1) & 1)
+        at = shared + where["partials"] + buffer * (2 * PARTIALS) + which * PARTIALS + lane * FRAGMENT
+        words = []
+        for eight in cutlass.range_constexpr(p.eights):
+            sums = load_shared(at + eight * 32 * FRAGMENT, 4)
+            for split in cutlass.range_constexpr(1, p.side_splits):
+                more = load_shared(at + (split * p.eights + eight) * 32 * FRAGMENT, 4)
+                sums = [a + b for a, b in zip(sums, more, strict=True)]
+            words.append(pack(sums))
+        cute.arch.sync_warp()
+        if lane == 0:
+            arrive(shared + where["partials_empty"] + buffer * 8)
+        for i in cutlass.range_constexpr(4 * p.eights):
+            token = i // 4 * TOKENS + 2 * part + i % 2
+            place = out + Int64(token * p.stride_s + unit * 2 * TILE + row + i % 4 // 2 * TILE) * 2
+            store_half(place, words[i // 4][i % 4 // 2] >> (16 * (i % 2)),
+                       guard=select((token < p.tokens) & (unit < p.side_units), Int32(1), Int32(0)))
         step = step + 1
 
 
 @cute.jit
-def _finish_units(act: Any, which: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
-                  p: cutlass.Constexpr):
-    """Finisher ``which``: adds up every other of the warps' sums, applies SiTU and publishes the activations of a
-    unit's 8 rows of 8 tokens. Returns the sums handed over."""
+def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, which: cutlass.Constexpr,
+                  where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """Finisher ``which``: adds up the warps' sums of one of the two units of each step, applies SiTU and publishes the
+    activations of its 8 rows of 8 tokens. Returns the steps."""
     step = Int32(0)
     row, part = lane >> 2, lane & 3
     upper = (row & 2) != 0
     for item in cutlass.range(block, count * p.items, p.blocks, unroll=1):
         start, members = members_of(item // p.items, shared, where)
-        for unit in cutlass.range(p.run, unroll=1):
+        for unit in cutlass.range(which, p.run, 2, unroll=1):
             tile = item % p.items * p.run + unit
             for first in cutlass.range(0, members, TOKENS, unroll=1):
-                if (step & 1) == which:
-                    columns = [first + 2 * part + i for i in range(2)]
-                    pairs = [pair_at(start + c, c < members, shared, where) for c in columns]
-                    factors = [load_shared(shared + where["factors"] + pair // p.top_k * 4) for pair in pairs]
-                    sums = _add_warps(step, lane, shared, where)
-                    found = [situ(sums[i] * factors[i], sums[2 + i] * factors[i], p.beta, p.linear_beta)
-                             * 2.0**p.act_exponent for i in range(2)]
-                    # rows r and r + 2 make a word: lanes of r publish the first token's, those of r + 2 the second's
-                    other = lane_xor(select(upper, found[0], found[1]), 8)
-                    word = not_zero(pack_f16(select(upper, other, found[0]), select(upper, found[1], other)))
-                    fragment = select(upper, pairs[1], pairs[0]) * p.tiles + tile
-                    offset = fragment * FRAGMENT + ((row & 1) * 2 + (row >> 2)) * 4
-                    mine = select(upper, columns[1], columns[0])
-                    publish(act + Int64(offset), word, select(mine < members, Int32(1), Int32(0)))
+                columns = [first + 2 * part + i for i in range(2)]
+                pairs = [pair_at(start + c, c < members, shared, where) for c in columns]
+                factors = [load_shared(shared + where["factors"] + pair // p.top_k * 4) for pair in pairs]
+                sums = add_warps(step, lane, shared, which, True, where)
+                found = [situ(sums[i] * factors[i], sums[2 + i] * factors[i], p.beta, p.linear_beta)
+                         * 2.0**p.act_exponent for i in range(2)]
+                # rows r and r + 2 make a word: lanes of r publish the first token's, those of r + 2 the second's
+                other = lane_xor(select(upper, found[0], found[1]), 8)
+                word = not_zero(pack_f16(select(upper, other, found[0]), select(upper, found[1], other)))
+                fragment = select(upper, pairs[1], pairs[0]) * p.tiles + tile
+                offset = fragment * FRAGMENT + ((row & 1) * 2 + (row >> 2)) * 4
+                mine = select(upper, columns[1], columns[0])
+                publish(act + Int64(offset), word, select(mine < members, Int32(1), Int32(0)))
                 step = step + 1
     return step
 
 
 @cute.jit
-def _finish(at: Any, act: Any, epoch: Any, which: Any, count: Any, block: Any, lane: Any, shared: Any,
+def _finish(at: Any, act: Any, epoch: Any, count: Any, block: Any, lane: Any, shared: Any, which: cutlass.Constexpr,
             where: cutlass.Constexpr, p: cutlass.Constexpr):
     """All of a finisher. Both store the rows' factors, so that neither waits for the other."""
     _await_rows(at, epoch, lane, p)
@@ -303,49 +283,21 @@ def _finish(at: Any, act: Any, epoch: Any, which: Any, count: Any, block: Any, l
         found = look(at.ready.toint() + Int64(lane + start) * 8 + 4, inside, 1)[0]
         store_word(shared + where["factors"] + (lane + start) * 4, found, inside)
     cute.arch.sync_warp()
-    step = _finish_units(act, which, count, block, lane, shared, where, p)
+    step = _finish_units(act, count, block, lane, shared, which, where, p)
     if cutlass.const_expr(p.side_width > 0):
-        _finish_side(at.s.toint(), which, step, count, block, lane, shared, where, p)
+        _finish_side(at.s.toint(), step, count, block, lane, shared, which, where, p)
 
 
 # the second half
 
 
-def _look_at(act: Any, start: Any, left: Any, group: Any, lane: Any, shared: Any, where: Any,
-             p: Any) -> tuple[list[Any], Any, Any]:
-    """A chunk of the activations of 8 pairs from ``start`` on, of which ``left`` are there, with their place."""
+def _source_of(act: Any, start: Any, left: Any, group: Any, lane: Any, shared: Any, where: Any,
+               p: Any) -> tuple[Any, Any]:
+    """Where this lane's activations of 8 pairs from ``start`` on lie, of which ``left`` are there, from a group on, and
+    whether it has some."""
     wanted = (lane >> 2) < left
     pair = pair_at(start + (lane >> 2), wanted, shared, where)
-    source = act + Int64((pair * p.tiles + 4 * group + (lane & 3)) * FRAGMENT)
-    guard = select(wanted, Int32(1), Int32(0))
-    return [word for i in range(p.chunk) for word in look(source + 4 * FRAGMENT * i, guard)], source, guard
-
-
-@cute.jit
-def _multiply_chunk(sums: Any, x: Any, group: Any, rows: Any, inside: Any, lane: Any, p: cutlass.Constexpr):
-    """``sums`` plus a chunk of an expert's rows of this block's columns times activations."""
-    sums = list(sums)
-    x = [x[4 * i : 4 * i + 4] for i in range(p.chunk)]
-    if cutlass.const_expr(p.rounds):
-        # a word holds two columns of the group: their order does not matter for rounding
-        x = [_repacked(four, p) for four in x]
-    last = p.columns - 1
-    for tile in cutlass.range_constexpr(p.column_tiles):
-        matrix_row = cutlass.min(tile * 16 + ((lane >> 3) & 1) * 8 + (lane & 7), Int32(last))
-        matrix = rows + matrix_row * (p.inter // 2) + ((lane >> 4) + group) * FRAGMENT
-        scales = rows + p.columns * (p.inter // 2) + inside + group
-        upper = scales + cutlass.min(tile * 16 + (lane >> 2), Int32(last)) * p.inter_groups
-        lower = scales + cutlass.min(tile * 16 + 8 + (lane >> 2), Int32(last)) * p.inter_groups
-        four = sums[4 * tile : 4 * tile + 4]
-        for pair in cutlass.range_constexpr(-(-p.chunk // 2)):
-            here = min(2, p.chunk - 2 * pair)
-            words = load_matrices(matrix + 2 * FRAGMENT * pair, 2 * here)
-            for i in cutlass.range_constexpr(here):
-                at = 2 * pair + i
-                a, b = scale_of(load_byte(upper + at)), scale_of(load_byte(lower + at))
-                four = _add_scaled(four, a, b, dot_group(words[2 * i], words[2 * i + 1], x[at]), p)
-        sums[4 * tile : 4 * tile + 4] = four
-    return sums
+    return (act + Int64((pair * p.tiles + 4 * group + (lane & 3)) * FRAGMENT), select(wanted, Int32(1), Int32(0)))
 
 
 @cute.jit
@@ -365,13 +317,18 @@ def _keep_products(sums: Any, start: Any, left: Any, lane: Any, shared: Any, whe
 
 
 @cute.jit
-def _multiply_down(act: Any, fill: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
+def _multiply_down(act: Any, fill: Any, step: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
                    where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """The warps that multiply: every 16th expert's rows for this block's columns."""
+    """The warps that multiply: every 16th expert's rows for this block's columns. The next activations come while some
+    are multiplied, into the same registers."""
     inside = ((p.blocks - 1 - block) * p.columns * p.inter_groups) & 15
     start, members = members_of(cutlass.min(warp, count), shared, where)
     members = select(warp < count, members, Int32(0))
-    x, source, guard = _look_at(act, start, members, Int32(0), lane, shared, where, p)
+    source, guard = _source_of(act, start, members, Int32(0), lane, shared, where, p)
+    x = look_at_chunk(source, guard, p)
+    # products take the place of the last sums of the first half: the finishers must have read them
+    for buffer in cutlass.range_constexpr(2):
+        await_phase(shared + where["partials_empty"] + buffer * 8, (((step + 1 - buffer) >> 1) & 1) ^ 1)
     for begin in cutlass.range(0, count, p.together, unroll=1):
         turn = fill + begin // p.together
         slot = turn % p.slots
@@ -388,21 +345,20 @@ def _multiply_down(act: Any, fill: Any, count: Any, block: Any, warp: Any, lane:
                 for chunk in cutlass.range(p.chunks, unroll=1):
                     late = is_late(x)
                     while late != 0:
-                        x = [word for i in range(p.chunk) for word in look(source + 4 * FRAGMENT * i, guard)]
+                        x = look_at_chunk(source, guard, p)
                         late = is_late(x)
                     cute.arch.sync_warp()
                     ends = chunk + 1 == p.chunks
                     leaves = ends & (eight + TOKENS >= members)
                     after = select(ends, eight + TOKENS, eight)
-                    following, source, guard = _look_at(
+                    source, guard = _source_of(
                         act, select(leaves, other, start + after), select(leaves, others, members - after),
                         select(ends, Int32(0), (chunk + 1) * p.chunk), lane, shared, where, p)
-                    sums = _multiply_chunk(sums, x, chunk * p.chunk, rows, inside, lane, p)
-                    x = following
+                    x = list(x)
+                    tiles = dot_chunk(rows, inside, chunk * p.chunk, x, lane, p, source, guard)
+                    sums = [s + v for s, v in zip(sums, [v for four in tiles for v in four], strict=True)]
                 _keep_products(sums, start + eight, members - eight, lane, shared, where, p)
-        cute.arch.sync_warp()
-        if lane == 0:
-            arrive(shared + where["empty"] + slot * 8)
+        free_slot(slot, lane, shared, where)
 
 
 @cute.jit
@@ -462,16 +418,16 @@ def _moe_experts_gathered(arguments: Any, names: cutlass.Constexpr, p: cutlass.C
             store_words(before + Int64(index) * FRAGMENT, [Int32(0)] * 4)
         if lane == 0:
             store_words(epochs, [epoch + 1])
-        _finish(at, act, epoch, Int32(1), count, block, lane, shared, where, p)
+        _finish(at, act, epoch, count, block, lane, shared, 1, where, p)
     elif warp == FINISHER:
-        _finish(at, act, epoch, Int32(0), count, block, lane, shared, where, p)
+        _finish(at, act, epoch, count, block, lane, shared, 0, where, p)
     else:
         _await_rows(at, epoch, lane, p)
         fill, step = _multiply_up(at.rows.toint(), count, block, warp, lane, shared, where, p)
         if cutlass.const_expr(p.side_width > 0):
-            fill = _multiply_side(at, fill, step, count, block, warp, lane, shared, where, p)
+            fill, step = _multiply_side(at, fill, step, count, block, warp, lane, shared, where, p)
         if p.blocks - 1 - block < p.column_blocks:
-            _multiply_down(act, fill, count, block, warp, lane, shared, where, p)
+            _multiply_down(act, fill, step, count, block, warp, lane, shared, where, p)
             _combine(at, block, thread, shared, where, p)
 
 

@@ -10,8 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .moe_experts import _largest, _over_lanes, _pairs, _rounded
 from .moe_experts_copy import LIST_MASK
+from .moe_experts_dot import largest_magnitude, over_lanes, pairs_of, rounded
 from .moe_experts_plan import FRAGMENT, THREADS, TOP_EXPONENT, WARPS
 from .moe_parts import load_word, set_bits, store_word
 from .mxfp4 import WEIGHT_EXPONENT, biased_exponent, largest_of, power_of_two
@@ -34,11 +34,11 @@ def _load_row(at: Any, token: Any, thread: Any, p: Any) -> tuple[list[list[Any]]
         words.append(load_words(row + Int64(piece * FRAGMENT), guard=select(real, Int32(1), Int32(0))))
     values = [unpack(four) for four in words]
     if p.rounds:
-        values = [_rounded(eight) for eight in values]
-        largest = _largest([v for eight in values for v in eight])
+        values = [rounded(eight) for eight in values]
+        largest = largest_magnitude([v for eight in values for v in eight])
     else:
         largest = largest_of([word for four in words for word in four])
-    return values, _over_lanes(largest, 32)
+    return values, over_lanes(largest, 32)
 
 
 def _store_row(at: Any, token: Any, values: list[list[Any]], largest: Any, thread: Any, p: Any) -> Any:
@@ -50,7 +50,7 @@ def _store_row(at: Any, token: Any, values: list[list[Any]], largest: Any, threa
         piece = thread + THREADS * i
         inside = (token < p.tokens) & (piece < p.width // 8)
         store_words(at.rows.toint() + Int64(token) * (2 * p.width) + Int64(piece * FRAGMENT),
-                    _pairs([v * down for v in eight]), guard=select(inside, Int32(1), Int32(0)))
+                    pairs_of([v * down for v in eight]), guard=select(inside, Int32(1), Int32(0)))
     return power_of_two(exponent - (TOP_EXPONENT - 1) - WEIGHT_EXPONENT)
 
 

@@ -10,7 +10,7 @@ MOST_TOKENS = 64  # two words of bits
 
 @dataclass(frozen=True)
 class Config:
-    """Slots of the ring of weights, and units of one expert that a block does one after the other."""
+    """Slots of the ring of weights, and units of one expert that a block does one after the other: two a step."""
 
     slots: int = 3
     run: int = 4
@@ -70,13 +70,14 @@ class Gathered(Static):
         return 4 * self.chunk
 
     def place(self) -> dict[str, int]:
-        """Where things lie in shared memory, and its bytes under "end". Products begin when experts are long sorted:
-        what only the sorting needs lies in their place."""
+        """Where things lie in shared memory, and its bytes under "end". Products begin when experts are long sorted and
+        the first half's sums have been read: these lie in their place, the sums behind what only the sorting needs."""
         sorting = {"masks": 8 * self.local, "starts": 4 * self.local, "sizes": 4 * 32 * self.rounds_of_rows}
         products = 4 * self.product_stride * self.pairs
+        before = sum(sorting.values()) + 3 * FRAGMENT + 4 * PARTIALS
         sizes = {
-            "ring": self.slots * self.slot_bytes, "products": max(products, sum(sorting.values()) + 3 * FRAGMENT),
-            "partials": 2 * PARTIALS, "full": 8 * self.slots, "empty": 8 * self.slots, "partials_full": 16,
+            "ring": self.slots * self.slot_bytes, "products": max(products, before),
+            "full": 8 * self.slots, "empty": 8 * self.slots, "partials_full": 16,
             "partials_empty": 16, "count": 4, "totals": 4 * 32, "list": 4 * (self.most + 1), "pairs": 4 * self.pairs,
             "factors": 4 * self.tokens,
         }
@@ -88,7 +89,7 @@ class Gathered(Static):
         for name, size in sorting.items():
             found[name] = inside
             inside += -(-size // FRAGMENT) * FRAGMENT
-        return found | {"end": at}
+        return found | {"partials": inside, "end": at}
 
 
 assert MOST_TOKENS % TOKENS == 0

@@ -74,7 +74,7 @@ class Static:
 
     @property
     def finishers(self) -> int:
-        """Warps that finish units: one that does not copy helps."""
+        """Warps that finish the two units of a step: one that does not copy helps."""
         return 2 if self.bulk else 1
 
     @property
@@ -181,7 +181,7 @@ class Static:
     def place(self) -> dict[str, int]:
         """Where things lie in shared memory, and its bytes under "end"."""
         sizes = {
-            "ring": self.slots * self.slot_bytes, "partials": max(2, self.column_tiles) * PARTIALS,
+            "ring": self.slots * self.slot_bytes, "partials": max(4, self.column_tiles) * PARTIALS,
             "full": 8 * self.slots, "empty": 8 * self.slots, "partials_full": 16, "partials_empty": 16,
             "listed": 8, "known": 4 * self.words, "inverse": self.local,
             "bits": 4 * self.words, "before": 4 * self.words, "count": 4, "list": 4 * self.most,

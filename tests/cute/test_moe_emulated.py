@@ -33,9 +33,9 @@ ROUTED = replace(SMALL, experts=64, top_k=5, latent=64)
 
 @cache
 def modules() -> dict[str, Any]:
-    return warp_emulator.load(("mxfp4", "moe_parts", "mailbox", "moe_topk", "moe_experts_list", "moe_experts_copy",
-                               "moe_experts", "moe_experts_gathered_list", "moe_experts_gathered", "moe_front",
-                               "moe_front_sharded"))
+    return warp_emulator.load(("mxfp4", "moe_parts", "mailbox", "moe_topk", "moe_experts_dot", "moe_experts_list",
+                               "moe_experts_copy", "moe_experts", "moe_experts_gathered_list", "moe_experts_gathered",
+                               "moe_front", "moe_front_sharded"))
 
 
 def region_of(kernels: Any, setting: Setting) -> Region:
