@@ -13,8 +13,8 @@ left then, 4.8 us at 4.44 TB/s instead of 10.4; of 7168 x 768 (11 MB, 86 KB a bl
 
 Layout: block b of one on each multiprocessor has rows b N / blocks to (b + 1) N / blocks, 24 or 25 of 3216. Their
 columns are dealt out to the warps in turn, so that all warps together read rows from end to end. A warp's unit is up
-to 16 rows (two units of 13 for 25 rows) of some columns; its units go through a ring of slots of its own, which it
-fills itself: no warp waits for another before the sums. Rows of a slot begin half a line of banks after one another
+to 16 rows (units of 13 and of 12 for 25 rows) of some columns; its units go through a ring of its own, which it fills
+itself: no warp waits for another before the sums. Rows of the ring begin half a line of banks after one another
 (an odd number of 32 columns does so by itself, an even one is padded), so a lane's 16 bytes, row r and columns 8 q to
 8 q + 7 of 32, are read without conflict. They are its elements of two products, since K may be summed in any order as
 long as x is read alike: weights are the left operand, 16 rows a tile, x is the right one, its 8 columns the rows of
@@ -23,9 +23,9 @@ Arithmetic for 3216 x 7168 a block: 350 KB through shared memory at 128 bytes a 
 beside 18,000 clocks of memory. Pieces of 448 bytes are 780 bulk copies, one in 23 clocks; 16 bytes a lane are 780
 instructions of 28 lanes.
 
-Waits: as many units as the ring has slots are on their way before the wait for the producers; only weights are read
+Waits: as many units as the ring holds are on their way before the wait for the producers; only weights are read
 before it, and nothing is written. x is touched after it, two pieces ahead of the products. The trigger is the first
-instruction. A slot is filled again by the warp that has just read it.
+instruction. A place in the ring is filled again by the warp that has just read it.
 Numerics: exact products, fp32 sums in a fixed order, one rounding at the store.
 Compiled, and compared with the op's meaning by the emulator of ``tests/cute``; not yet timed on a GPU.
 """
@@ -58,6 +58,21 @@ from .staged_linear_menu import MOST_TILES, columns_each
 
 FRAGMENT = 16  # bytes of one lane
 BANKS = 128  # bytes
+AT_ONCE = -1  # no unit is read before
+
+
+def place_units(heights: tuple[int, ...], rows: int) -> tuple[tuple[int, int], ...]:
+    """Of each unit its first row in a ring of ``rows``, and the last unit that has to be read before it may be copied
+    there. Units follow each other and none goes over the end."""
+    placed: list[tuple[int, int]] = []
+    begin = 0
+    for height in heights:
+        begin = begin if begin + height <= rows else 0
+        under = [unit for unit, (first, _) in enumerate(placed)
+                 if first < begin + height and begin < first + heights[unit]]
+        placed.append((begin, max([*under[-1:], placed[-1][1] if placed else AT_ONCE])))
+        begin += height
+    return tuple(placed)
 
 
 @dataclass(frozen=True)
@@ -119,22 +134,29 @@ class Static(Projection):
         return self.piece_bytes + (BANKS // 2 if self.piece_bytes % BANKS == 0 else 0)
 
     @property
-    def slot_bytes(self) -> int:
-        return self.height * self.pitch
+    def heights(self) -> tuple[int, ...]:
+        """Most rows of each unit of a warp."""
+        return tuple(min(self.height, self.each - tile * self.height) for tile in range(self.tiles)) * self.pieces
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        return place_units(self.heights, max(self.height, self.ring_bytes // (self.warps * self.pitch)))
 
     @property
     def slots(self) -> int:
-        return max(1, min(self.units, self.ring_bytes // (self.warps * self.slot_bytes)))
+        """Units that are on their way before the wait."""
+        return [after for _, after in self.places].count(AT_ONCE)
 
     @property
     def warp_bytes(self) -> int:
         """Of one warp's ring, which holds its sums at the end."""
-        return max(self.slots * self.slot_bytes, 4 * self.tiles * TILE * COLUMNS)
+        rows = max(first + height for (first, _), height in zip(self.places, self.heights, strict=True))
+        return max(rows * self.pitch, 4 * self.tiles * TILE * COLUMNS)
 
     @property
     def ring(self) -> int:
         """Byte offset of the rings, behind the barriers."""
-        return -(-8 * self.slots * self.warps // BANKS) * BANKS
+        return -(-8 * self.units * self.warps // BANKS) * BANKS
 
     @property
     def shared(self) -> int:
@@ -144,12 +166,12 @@ class Static(Projection):
 @cute.jit
 def _copy(at: Any, begin: Any, end: Any, warp: Any, lane: Any, shared: Any, policy: Any, unit: cutlass.Constexpr,
           p: cutlass.Constexpr):
-    """One warp: its unit number ``unit`` is on its way into its slot, counted at the slot's barrier."""
-    slot, tile = cutlass.const_expr(unit % p.slots), cutlass.const_expr(unit % p.tiles)
-    full = shared + (warp * p.slots + slot) * 8
-    to = shared + p.ring + warp * p.warp_bytes + slot * p.slot_bytes
+    """One warp: its unit number ``unit`` is on its way into its place, counted at the unit's barrier."""
+    tile = cutlass.const_expr(unit % p.tiles)
+    full = shared + (warp * p.units + unit) * 8
+    to = shared + p.ring + warp * p.warp_bytes + p.places[unit][0] * p.pitch
     first = begin + tile * p.height
-    count = cutlass.max(cutlass.min(end - first, Int32(p.height)), Int32(0))
+    count = cutlass.max(cutlass.min(end - first, Int32(p.heights[unit])), Int32(0))
     column = (warp + unit // p.tiles * p.warps) * p.unit_columns
     if cutlass.const_expr(p.bulk):
         if lane == 0:
@@ -160,19 +182,19 @@ def _copy(at: Any, begin: Any, end: Any, warp: Any, lane: Any, shared: Any, poli
                   select(lane < count, Int32(1), Int32(0)))
     else:
         # lanes stand along a row, or along some short ones; all blocks have all rows but the last, and those after
-        # a unit's height are the next slot's
+        # a unit's height belong to the next one
         across = cutlass.const_expr(min(32, p.piece_bytes // FRAGMENT))
         down = cutlass.const_expr(32 // across)
         row, fragment = lane // across, lane % across
         to = to + row * p.pitch + fragment * FRAGMENT
-        for i in cutlass.range_constexpr(0, min(p.height, p.each - tile * p.height), down):
+        for i in cutlass.range_constexpr(0, p.heights[unit], down):
             # rows of one matrix follow each other: one address for all of them
             line, beyond = cutlass.const_expr((0, i) if p.grain == 1 and not p.groups[0] else (i, 0))
             source, _ = weight_row(first + row + line, at, p)
             source = source + (Int64(column) * 2 + Int64(fragment * FRAGMENT)) + beyond * 2 * p.columns
             for j in cutlass.range_constexpr(0, p.piece_bytes // FRAGMENT, across):
                 real = row < down
-                if cutlass.const_expr(i + down > min(p.height, p.sure - tile * p.height)):
+                if cutlass.const_expr(i + down > min(p.heights[unit], p.sure - tile * p.height)):
                     real = real & (row + i < count)
                 if cutlass.const_expr(j + across > p.piece_bytes // FRAGMENT):
                     real = real & (fragment + j < p.piece_bytes // FRAGMENT)
@@ -190,17 +212,17 @@ def _load_x(at: Any, piece: int, warp: Any, lane: Any, p: Static) -> list[Any]:
             for column in range(0, p.unit_columns, STEP)]
 
 
-def _multiply(slot: Any, x: list[Any], sums: list[Any], lane: Any, p: Static) -> list[Any]:
-    """``sums`` plus a unit: two chains of products, for the even and the odd."""
+def _multiply(rows: Any, x: list[Any], sums: list[Any], lane: Any, height: int, p: Static) -> list[Any]:
+    """``sums`` plus a unit of ``height`` rows: two chains of products, for the even and the odd."""
     r, q = lane // 4, lane % 4
-    last = Int32(p.height - 1)
-    upper = slot + cutlass.min(r, last) * p.pitch + q * FRAGMENT
-    lower = slot + cutlass.min(r + 8, last) * p.pitch + q * FRAGMENT
+    last = Int32(height - 1)
+    upper = rows + cutlass.min(r, last) * p.pitch + q * FRAGMENT
+    lower = rows + cutlass.min(r + 8, last) * p.pitch + q * FRAGMENT
     sums = list(sums)
     for step, b in enumerate(x):
         u = [word.bitcast(Int32) for word in load_shared(upper + 2 * STEP * step, 4)]
         # rows 8 to 15 are none of ours in a low unit: any number does
-        v = [word.bitcast(Int32) for word in load_shared(lower + 2 * STEP * step, 4)] if p.height > 8 else u
+        v = [word.bitcast(Int32) for word in load_shared(lower + 2 * STEP * step, 4)] if height > 8 else u
         for half in range(2):
             i = 2 * half
             sums[half] = mma([u[i], v[i], u[i + 1], v[i + 1]], b[i : i + 2], sums[half])
@@ -217,8 +239,8 @@ def _staged_linear(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexp
     shared = cute.arch.get_dyn_smem(cutlass.Uint8, BANKS).toint()
     begin, end = (p.grain * ((block + i) * p.line // p.blocks) for i in range(2))
     if lane == 0:
-        for slot in cutlass.range_constexpr(p.slots):
-            init_barrier(shared + (warp * p.slots + slot) * 8, 1 if p.bulk else 32)
+        for unit in cutlass.range_constexpr(p.units):
+            init_barrier(shared + (warp * p.units + unit) * 8, 1 if p.bulk else 32)
         publish_barriers()
     cute.arch.sync_warp()
     policy = stream_policy()
@@ -229,14 +251,15 @@ def _staged_linear(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexp
     x = [_load_x(at, piece, warp, lane, p) for piece in range(min(2, p.pieces))]
     sums = [[[Float32(0.0)] * 4] * 2] * p.tiles
     for unit in cutlass.range_constexpr(p.units):
-        slot = unit % p.slots
-        await_phase(shared + (warp * p.slots + slot) * 8, Int32(unit // p.slots & 1))
+        await_phase(shared + (warp * p.units + unit) * 8, Int32(0))
         piece, tile = divmod(unit, p.tiles)
-        sums[tile] = _multiply(shared + p.ring + warp * p.warp_bytes + slot * p.slot_bytes, x[piece], sums[tile], lane,
-                               p)
-        if cutlass.const_expr(unit + p.slots < p.units):
+        place = shared + p.ring + warp * p.warp_bytes + p.places[unit][0] * p.pitch
+        sums[tile] = _multiply(place, x[piece], sums[tile], lane, p.heights[unit], p)
+        freed = cutlass.const_expr([n for n, (_, after) in enumerate(p.places) if after == unit])
+        if cutlass.const_expr(len(freed) > 0):
             cute.arch.sync_warp()
-            _copy(at, begin, end, warp, lane, shared, policy, unit + p.slots, p)
+        for following in cutlass.range_constexpr(len(freed)):
+            _copy(at, begin, end, warp, lane, shared, policy, freed[following], p)
         if cutlass.const_expr(tile == p.tiles - 1 and len(x) < p.pieces):
             x.append(_load_x(at, len(x), warp, lane, p))
 

@@ -1,8 +1,6 @@
 """Where ``cute.staged_linear`` and its epilogues fit and their launch configurations. No cutlass here."""
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from ..compiler.fusions import (
@@ -23,15 +21,16 @@ MOST_WARPS = 16
 MOST_TILES = 8  # of a block: 4 sums each in every lane
 FEWEST_BLOCKS = 132  # multiprocessors of the smallest GPU that the kernel is for
 # columns whose x a lane holds twice, at 2 words of registers for 32 columns each: few warps have room for more
-MOST_COLUMNS = {4: 448}
-DEFAULT_COLUMNS = 256
+MOST_COLUMNS, FEW_WARPS, MOST_OF_FEW = 256, 4, 448
+SMALL = 112 * 1024  # bytes of weights of a block that fit in 144 KB, whatever padding they have
+SHORT = 160  # columns of a unit below which copies are too small
 
 
 def columns_each(columns: int, warps: int) -> int:
     """Columns of a warp's unit: the most that divide its share evenly and that its registers hold x for. Odd numbers of
     steps first, whose rows need no padding."""
     steps = columns // (STEP * warps)
-    most = MOST_COLUMNS.get(warps, DEFAULT_COLUMNS) // STEP
+    most = (MOST_OF_FEW if warps <= FEW_WARPS else MOST_COLUMNS) // STEP
     fitting = [n for n in range(1, most + 1) if steps % n == 0]
     return STEP * max(fitting, key=lambda n: n + n % 2)
 
@@ -39,18 +38,26 @@ def columns_each(columns: int, warps: int) -> int:
 def configs(region: Region) -> list[dict[str, Any]]:
     """Candidates, most promising first; a tuned table replaces the guess. ``warps`` share the columns, ``ring_kb`` of a
     block's shared memory hold weights in flight, ``bulk``: the copy engine fetches rows, else lanes 16 bytes each."""
-    return [dict(config) for config in _candidates(region.value("weight").shape[1])]
+    return candidates(count_rows(row_groups(region)), region.value("weight").shape[1])
 
 
-@cache
-def _candidates(columns: int) -> tuple[Mapping[str, Any], ...]:
+def candidates(rows: int, columns: int) -> list[dict[str, Any]]:
+    """``configs`` of a weight of ``rows`` x ``columns``."""
     steps = columns // STEP
     able = [warps for warps in range(1, MOST_WARPS + 1) if steps % warps == 0]
-    able.sort(key=lambda warps: abs(warps - 8))
-    first, few = able[0], max((w for w in able if w <= able[0] // 2), default=able[0])
-    found = [(first, kb, bulk) for bulk in (True, False) for kb in (200, 144, 96)]
-    found += [(few, 200, True), (few, 144, False)] if few != first else [(first, 48, True)]
-    return tuple({"warps": warps, "ring_kb": kb, "bulk": bulk} for warps, kb, bulk in found)
+    long = [warps for warps in able if columns_each(columns, warps) >= SHORT]
+    first = min(able, key=lambda warps: (warps not in long and warps > FEW_WARPS, abs(warps - 8)))
+    fewer = max((warps for warps in long if warps <= first // 2), default=first)
+    if 2 * rows * columns <= FEWEST_BLOCKS * SMALL:
+        # all of it is in flight at once
+        usual = max(warps for warps in able if warps <= 8)
+        found = [(warps, 144, bulk) for warps in (first, usual, fewer) for bulk in (True, False)]
+    else:
+        # many warps have no registers for the sums of many rows
+        more = max((warps for warps in long if warps > first and rows <= FEWEST_BLOCKS * 3 * TILE), default=first)
+        found = [(first, 224, True), (more, 200, False), (first, 200, True), (fewer, 224, True), (more, 200, True),
+                 (first, 200, False), (fewer, 200, False), (first, 144, True)]
+    return [{"warps": warps, "ring_kb": kb, "bulk": bulk} for warps, kb, bulk in dict.fromkeys(found)]
 
 
 def _needs(region: Region) -> str | None:

@@ -2,6 +2,7 @@
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,13 +20,22 @@ from k3plan.graphs import launch as launching
 from k3plan.ops_cute.compile_check import SHARED_LIMIT, TARGETS, WAIT, operations
 from k3plan.ops_cute.launching import compile_kernel
 from k3plan.ops_cute.skinny_linear_menu import TILE, count_rows
-from k3plan.ops_cute.staged_linear import bind
-from k3plan.ops_cute.staged_linear_menu import KERNELS, MOST_TILES, _candidates
+from k3plan.ops_cute.staged_linear import AT_ONCE, bind, place_units
+from k3plan.ops_cute.staged_linear_menu import KERNELS, MOST_TILES, candidates
 
 BULK_COPY, LANES_COPY = 0x3BA, 0xFAE  # operations UBLKCP and LDGSTS
 SLOW = 6  # of so many cases of small models one is run each time
 CASES = [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if index % SLOW else [])
          for index, case in enumerate(kernel_check.cases(KERNELS))]
+
+
+# outputs and inputs of a TP16 rank's projections; with all their configurations
+REAL = [(3216, 7168), (7168, 768), (7168, 2112), (10240, 7168), (1152, 1536), (7168, 384), (448, 3584), (56, 7168)]
+PROMPT = 3  # of them are run each time
+EVERY_CONFIG = [pytest.param(width, columns, dict(config), id=f"{width}x{columns}-{index}",
+                             marks=[pytest.mark.slow] if number >= PROMPT or index % 3 else [])
+                for number, (width, columns) in enumerate(REAL)
+                for index, config in enumerate(candidates(width, columns))]
 
 
 @cache
@@ -34,16 +44,16 @@ def emulated() -> Any:
 
 
 def call_of(rows: int, width: int, columns: int, config: dict[str, Any], *, device: str = "cpu", gap: int = 0,
-            dtype: torch.dtype = torch.bfloat16) -> Call:
+            dtype: torch.dtype = torch.bfloat16, dependent: bool = False) -> Call:
     """Random rows, ``gap`` elements of NaN between them, random weights, a poisoned result."""
     wide = torch.full((rows, columns + gap), torch.nan, dtype=torch.bfloat16, device=device)
     x = wide[:, :columns]
     weight = torch.empty(width, columns, dtype=torch.bfloat16, device=device)
     if device != "meta":
-        x.copy_(torch.randn(rows, columns))
-        weight.copy_(torch.randn(width, columns) / columns**0.5)
+        x.normal_()
+        weight.normal_(std=columns**-0.5)
     f = torch.full((rows, width), torch.nan, dtype=dtype, device=device)
-    return Call(tensors={"x": x, "weight": weight, "f": f}, config=config, dependent_launch=device == "meta")
+    return Call(tensors={"x": x, "weight": weight, "f": f}, config=config, dependent_launch=dependent)
 
 
 @pytest.mark.parametrize("bulk", [True, False], ids=["rows", "lanes"])
@@ -85,10 +95,55 @@ def test_small_models(case: kernel_check.Case, monkeypatch: pytest.MonkeyPatch) 
     kernel_check.check(case)
 
 
-@pytest.mark.parametrize("config", _candidates(7168), ids=str)
+@pytest.mark.parametrize(("width", "columns", "config"), EVERY_CONFIG)
+def test_real_shapes(width: int, columns: int, config: dict[str, Any]) -> None:
+    """The first two blocks of a GPU's, with all that they touch."""
+    module = emulated()
+    module.multiprocessors = lambda device: 132
+    call = call_of(2, width, columns, config)
+    launch = module.bind(call)
+    end = 2 * width // launch.parameters.blocks
+    warp_emulator.run(replace(launch, grid=(2, 1, 1)), list(call.tensors.values()))
+    wanted = call.tensors["x"].float() @ call.tensors["weight"][:end].float().T
+    torch.testing.assert_close(call.tensors["f"][:, :end].float(), wanted, atol=2e-2, rtol=1e-2)
+    assert call.tensors["f"][:, end:].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("width", "columns", "config"), EVERY_CONFIG)
+def test_real_shapes_on_a_gpu(width: int, columns: int, config: dict[str, Any], device: str) -> None:
+    call = call_of(1 + width % 8, width, columns, config, device=device, dependent=True)
+    launch = bind(call)
+    x, weight, f = (call.tensors[name] for name in ("x", "weight", "f"))
+    for _ in range(3):
+        x.normal_()
+        f.fill_(torch.nan)
+        launch()
+        wanted = x.float() @ weight.float().T
+        torch.testing.assert_close(f.float(), wanted, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [13, 24, 25, 40, 64, 200])
+@pytest.mark.parametrize("heights", [(13, 12) * 4, (13,), (7, 6, 6, 6) * 3, (16, 16, 16, 16, 14) * 4], ids=str)
+def test_no_unit_lies_on_another_that_is_still_to_be_read(heights: tuple[int, ...], rows: int) -> None:
+    if rows < max(heights):
+        pytest.skip("no unit fits")
+    placed = place_units(heights, rows)
+    assert [after for _, after in placed] == sorted(after for _, after in placed)
+    for unit, (first, after) in enumerate(placed):
+        assert AT_ONCE <= after < unit
+        assert first + heights[unit] <= rows
+        for other in range(after + 1, unit):
+            begin = placed[other][0]
+            assert first + heights[unit] <= begin or begin + heights[other] <= first, f"{unit} on {other}"
+    at_once = [height for height, (_, after) in zip(heights, placed, strict=True) if after == AT_ONCE]
+    assert sum(at_once) == sum(heights) or sum(at_once) + max(heights) > rows
+
+
+@pytest.mark.parametrize("config", candidates(3216, 7168), ids=str)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_ring_is_on_its_way_before_the_wait(config: dict[str, Any], target: str) -> None:
-    launch = bind(call_of(1, 3216, 7168, dict(config), device="meta"))
+    launch = bind(call_of(1, 3216, 7168, dict(config), device="meta", dependent=True))
     assert launch.shared <= SHARED_LIMIT
     p = launch.parameters
     found = operations(compile_kernel(launch, target).cubin)
