@@ -21,9 +21,9 @@ What differs is where the operand of a matrix instruction comes from and where i
   router, times its weights. A block has its columns of all experts, so nothing is added up in memory and no order of
   addition depends on time: equal inputs give equal bits. The next expert's activations are loaded while one multiplies.
 
-Waits: those of ``moe_experts.py`` for activations. A block's row of x is published by a word that counts launches; the
-warps that multiply wait for all rows before their first product, while weights come. A block waits only for what blocks
-do before their first wait.
+Waits: those of ``moe_experts.py`` for activations. A block that has stored a row of x adds one to a count that only
+grows; one warp of each block waits for it, the others for that warp (with all of them looking at it, the first product
+came 6 us after the start), while weights come. A block waits only for what blocks do before their first wait.
 Numerics: as ``moe_experts.py``, but a row of x has one power of two: exact for what is not below 2^-30 of its largest.
 
 Arithmetic for a TP16 rank of Kimi K3 at 64 rows on an H200: 613 of 896 experts are chosen on average, 1.7 tokens
@@ -102,6 +102,7 @@ def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Conste
         for buffer in cutlass.range_constexpr(2):
             init_barrier(shared + where["partials_full"] + 8 * buffer, WARPS)
             init_barrier(shared + where["partials_empty"] + 8 * buffer, 2)
+        init_barrier(shared + where["rows"], 1)
         publish_barriers()
     for start in cutlass.range_constexpr(0, 2 * p.local, THREADS):
         store_word(shared + where["masks"] + (thread + start) * 4, Int32(0),
@@ -111,17 +112,21 @@ def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Conste
 
 
 @cute.jit
-def _await_rows(at: Any, epoch: Any, lane: Any, p: cutlass.Constexpr):
-    """Waits until every block has published its row of x in this launch."""
-    for start in cutlass.range_constexpr(0, p.tokens, 32):
-        token = lane + start
-        guard = select(token < p.tokens, Int32(1), Int32(0))
-        place = at.ready.toint() + Int64(token) * 8
-        found = look(place, guard, 1)[0]
-        while (guard == 1) & (found != epoch + 1):
-            found = look(place, guard, 1)[0]
+def _await_rows(at: Any, epoch: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """One warp: waits until all rows of x of this launch are there, fetches their factors and tells the block."""
+    target = (epoch + 1) * p.tokens
+    found = look(at.ready.toint(), Int32(1), 1)[0]
+    # the difference: the count goes round
+    while found - target < 0:
+        found = look(at.ready.toint(), Int32(1), 1)[0]
     acquire()
+    for start in cutlass.range_constexpr(0, p.tokens, 32):
+        inside = select(lane + start < p.tokens, Int32(1), Int32(0))
+        factor = look(at.ready.toint() + Int64(FRAGMENT + 4 * (lane + start)), inside, 1)[0]
+        store_word(shared + where["factors"] + (lane + start) * 4, factor, inside)
     cute.arch.sync_warp()
+    if lane == 0:
+        arrive(shared + where["rows"])
 
 
 # the first half
@@ -274,15 +279,10 @@ def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, whic
 
 
 @cute.jit
-def _finish(at: Any, act: Any, epoch: Any, count: Any, block: Any, lane: Any, shared: Any, which: cutlass.Constexpr,
+def _finish(at: Any, act: Any, count: Any, block: Any, lane: Any, shared: Any, which: cutlass.Constexpr,
             where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """All of a finisher. Both store the rows' factors, so that neither waits for the other."""
-    _await_rows(at, epoch, lane, p)
-    for start in cutlass.range_constexpr(0, p.tokens, 32):
-        inside = select(lane + start < p.tokens, Int32(1), Int32(0))
-        found = look(at.ready.toint() + Int64(lane + start) * 8 + 4, inside, 1)[0]
-        store_word(shared + where["factors"] + (lane + start) * 4, found, inside)
-    cute.arch.sync_warp()
+    """All of a finisher."""
+    await_phase(shared + where["rows"], Int32(0))
     step = _finish_units(act, count, block, lane, shared, which, where, p)
     if cutlass.const_expr(p.side_width > 0):
         _finish_side(at.s.toint(), step, count, block, lane, shared, which, where, p)
@@ -407,7 +407,7 @@ def _moe_experts_gathered(arguments: Any, names: cutlass.Constexpr, p: cutlass.C
     epoch = load_words(epochs, 1)[0]
     bytes_of_part = p.pairs * p.tiles * FRAGMENT
     act = at.act.toint() + Int64(epoch & 1) * bytes_of_part
-    sort(at, epoch, block, warp, lane, thread, shared, where, p)
+    sort(at, block, warp, lane, thread, shared, where, p)
     count = load_word(shared + where["count"])
     if warp == COPIER:
         copy_by_rows(at, Int32(0), count, block, lane, shared, where, p)
@@ -418,11 +418,12 @@ def _moe_experts_gathered(arguments: Any, names: cutlass.Constexpr, p: cutlass.C
             store_words(before + Int64(index) * FRAGMENT, [Int32(0)] * 4)
         if lane == 0:
             store_words(epochs, [epoch + 1])
-        _finish(at, act, epoch, count, block, lane, shared, 1, where, p)
+        _finish(at, act, count, block, lane, shared, 1, where, p)
     elif warp == FINISHER:
-        _finish(at, act, epoch, count, block, lane, shared, 0, where, p)
+        _await_rows(at, epoch, lane, shared, where, p)
+        _finish(at, act, count, block, lane, shared, 0, where, p)
     else:
-        _await_rows(at, epoch, lane, p)
+        await_phase(shared + where["rows"], Int32(0))
         fill, step = _multiply_up(at.rows.toint(), count, block, warp, lane, shared, where, p)
         if cutlass.const_expr(p.side_width > 0):
             fill, step = _multiply_side(at, fill, step, count, block, warp, lane, shared, where, p)

@@ -18,10 +18,10 @@ from .mxfp4 import WEIGHT_EXPONENT, biased_exponent, largest_of, power_of_two
 from .primitives import lane_value, load_shared, load_words, maximum, ptx, select, store_shared, store_words, unpack
 
 
-def publish_row(at: Any, epoch: Any, factor: Any) -> None:
-    """Stores a row's factor, then the launch's number: who reads the number finds all that this block stored."""
-    ptx("st.relaxed.gpu.global.b32 [$0 + 4], $2; fence.acq_rel.gpu; st.relaxed.gpu.global.b32 [$0], $1;", [],
-        [at, epoch, factor])
+def publish_row(count: Any, at: Any, factor: Any) -> None:
+    """Stores a row's factor, then counts the row: who reads the count finds all that this block stored before."""
+    ptx("st.relaxed.gpu.global.b32 [$1], $2; fence.acq_rel.gpu; red.relaxed.gpu.global.add.s32 [$0], 1;", [],
+        [count, at, factor])
 
 
 def _load_row(at: Any, token: Any, thread: Any, p: Any) -> tuple[list[list[Any]], Any]:
@@ -90,7 +90,7 @@ def _count_before(thread: Any, lane: Any, i: int, shared: Any, where: Any, p: An
 
 
 @cute.jit
-def sort(at: Any, epoch: Any, block: Any, warp: Any, lane: Any, thread: Any, shared: Any,
+def sort(at: Any, block: Any, warp: Any, lane: Any, thread: Any, shared: Any,
           where: cutlass.Constexpr, p: cutlass.Constexpr):
     """All threads: the list of distinct experts with their pairs, and this block's row of x."""
     local, real = _load_ids(at, thread, p)
@@ -115,7 +115,8 @@ def sort(at: Any, epoch: Any, block: Any, warp: Any, lane: Any, thread: Any, sha
     cute.arch.sync_threads()
     for i in cutlass.range_constexpr(len(rows)):
         if (thread == 0) & (block + p.blocks * i < p.tokens):
-            publish_row(at.ready.toint() + Int64(block + p.blocks * i) * 8, epoch + 1, factors[i].bitcast(Int32))
+            publish_row(at.ready.toint(), at.ready.toint() + Int64(FRAGMENT + 4 * (block + p.blocks * i)),
+                        factors[i].bitcast(Int32))
     sums = load_word(shared + where["totals"] + lane * 4)
     own = sums
     for step in cutlass.range_constexpr(5):

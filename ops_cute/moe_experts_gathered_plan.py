@@ -78,8 +78,8 @@ class Gathered(Static):
         sizes = {
             "ring": self.slots * self.slot_bytes, "products": max(products, before),
             "full": 8 * self.slots, "empty": 8 * self.slots, "partials_full": 16,
-            "partials_empty": 16, "count": 4, "totals": 4 * 32, "list": 4 * (self.most + 1), "pairs": 4 * self.pairs,
-            "factors": 4 * self.tokens,
+            "partials_empty": 16, "rows": 8, "count": 4, "totals": 4 * 32, "list": 4 * (self.most + 1),
+            "pairs": 4 * self.pairs, "factors": 4 * self.tokens,
         }
         found, at = {}, 0
         for name, size in sizes.items():

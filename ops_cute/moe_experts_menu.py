@@ -78,7 +78,7 @@ def gathered_configs(region: Region) -> list[dict[str, Any]]:
     """Longer runs read rows of x less often, shorter ones share the units out more evenly."""
     fitting = [slots for slots in (5, 4, 3, 2) if _fits(region, slots, run=4)]
     tiles = region.value("w1").shape[1] // TILE
-    return [{"slots": slots, "run": run} for run in (4, 8, 2) if tiles % run == 0 for slots in fitting[:2]]
+    return [{"slots": slots, "run": run} for slots in fitting[:2] for run in (4, 8, 2) if tiles % run == 0]
 
 
 def needs_gathered(region: Region) -> str | None:
@@ -103,10 +103,10 @@ def needs_gathered_side(region: Region) -> str | None:
 
 
 def gathered_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
-    """As ``scratch``, and the rows of x in fp16 with a word for each that counts launches, and its factor."""
+    """As ``scratch``, and the rows of x in fp16; a count of those that are there (in 16 bytes) and their factors."""
     rows, width = region.value("x").shape
     return {**scratch(region, config), "rows": Scratch((rows, width // 2), "i32"),
-            "ready": Scratch((rows, 2), "i32", zeroed=True, kept=True)}
+            "ready": Scratch((4 + rows,), "i32", zeroed=True, kept=True)}
 
 
 def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:

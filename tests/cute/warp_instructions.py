@@ -85,8 +85,9 @@ def reload(at: Any, words: Sequence[Any], guard: Any) -> list[Any]:
             for new, old in zip(load_words(at, 4, guard=guard), words, strict=True)]
 
 
-def publish_row(at: Any, epoch: Any, factor: Any) -> None:
-    store_words(at, [epoch, factor])
+def publish_row(count: Any, at: Any, factor: Any) -> None:
+    store_words(at, [factor])
+    store_words(count, [load_words(count, 1)[0] + 1])
 
 
 def acquire() -> None:
