@@ -29,7 +29,7 @@ from k3plan.graphs.bench import random_inputs
 from k3plan.graphs.launch import bind_region
 from k3plan.ops_cute import moe_experts_menu, moe_front_menu
 from k3plan.ops_cute.moe_experts_gathered_plan import Gathered
-from k3plan.ops_cute.moe_experts_plan import FRAGMENT, SHARED_LIMIT, TILE, TOKENS, WARPS, Static
+from k3plan.ops_cute.moe_experts_plan import FRAGMENT, PARTIALS, SHARED_LIMIT, TILE, TOKENS, WARPS, Static
 from k3plan.ops_cute.moe_front_plan import Static as FrontStatic
 
 EXPERTS = 64  # of 896: enough that rows share some and not all
@@ -133,12 +133,13 @@ def test_eight_rows_of_16_bytes_lie_on_different_banks(p: Static) -> None:
 
 @pytest.mark.parametrize("p", GATHERED, ids=lambda p: f"{plan_name(p)}-{p.tokens}-{p.run}")
 def test_gathered_experts_have_their_places(p: Gathered) -> None:
-    """Nothing lies in two places but what only the sorting needs, which lies inside the products."""
+    """Nothing lies in the place of another but what the sorting and the first half need, inside the products."""
     where = p.place()
-    ends = sorted(at for name, at in where.items() if name not in ("masks", "starts", "sizes"))
+    ends = sorted(at for name, at in where.items() if name not in ("masks", "starts", "sizes", "partials"))
     assert where["products"] + 4 * p.product_stride * p.pairs <= min(at for at in ends if at > where["products"])
     sorting = [where["masks"], where["masks"] + 8 * p.local, where["starts"], where["starts"] + 4 * p.local,
-               where["sizes"], where["sizes"] + 128 * p.rounds_of_rows]
+               where["sizes"], where["sizes"] + 128 * p.rounds_of_rows, where["partials"],
+               where["partials"] + 4 * PARTIALS]
     assert sorting == sorted(sorting)
     assert sorting[-1] <= min(at for at in ends if at > where["products"])
     assert p.columns <= p.product_stride < p.columns + 4
