@@ -6,7 +6,7 @@ another neighbourhood: where the launches before it leave memory idle.
 Why: with programmatic launch a block may be resident as soon as all blocks of the launch before have started, if
 threads, registers and shared memory are free. ``cute.skinny_linear`` keeps what is in flight in registers, at most
 13 MB over an H200, and its blocks want a whole register file. Here a block has 8 warps of less than 128 registers,
-half of the file, and the ring of weights is shared memory, which small kernels leave alone: 63 rows of 8 warps x 448
+half of the file (4 warps: a quarter), and the ring of weights is shared memory, which small kernels leave alone: 63 rows of 8 warps x 448
 bytes on 132 multiprocessors are 30 MB, which are there when the wait ends if it was 7 us long. Of the 46 MB of
 3216 x 7168 16 are left then, 3.7 us at 4.44 TB/s instead of 10.4; of 7168 x 768 (11 MB, 86 KB a block) nothing is.
 
@@ -58,7 +58,7 @@ from .moe_parts import (
 from .primitives import load_bytes, load_shared, mma, select, store_shared, total
 from .skinny_linear import COLUMNS, Projection, finish, read_call, weight_row
 from .skinny_linear_menu import STEP, TILE, count_rows
-from .staged_linear_menu import MOST_TILES, columns_each
+from .staged_linear_menu import MOST_TILES
 
 FRAGMENT = 16  # bytes of one lane
 BANKS = 128  # bytes
@@ -293,9 +293,9 @@ def bind(call: Call) -> KernelLaunch:
     config, columns, count = call.config, projection.columns, count_rows(projection.groups)
     blocks = min(multiprocessors(tensors["x"].device), count // (2 if projection.groups[2] else 1))
     static = Static(**vars(projection), blocks=blocks, warps=config["warps"],
-                    unit_columns=columns_each(columns, config["warps"]), ring_bytes=1024 * config["ring_kb"],
-                    bulk=config["bulk"])
-    assert columns % (STEP * static.warps) == 0, f"{columns} columns over {static.warps} warps"
+                    unit_columns=config["columns"], ring_bytes=1024 * config["ring_kb"], bulk=config["bulk"])
+    assert static.unit_columns % STEP == 0, f"{config}"
+    assert columns % (static.unit_columns * static.warps) == 0, f"{columns} columns by {config}"
     assert static.tiles <= MOST_TILES, f"{count} rows on {static.blocks} blocks"
     return KernelLaunch(_staged_linear, (blocks, 1, 1), 32 * static.warps, tensors, static, shared=static.shared,
                         dependent=static.dependent)

@@ -26,38 +26,43 @@ SMALL = 112 * 1024  # bytes of weights of a block that fit in 144 KB, whatever p
 SHORT = 160  # columns of a unit below which copies are too small
 
 
-def columns_each(columns: int, warps: int) -> int:
-    """Columns of a warp's unit: the most that divide its share evenly and that its registers hold x for. Odd numbers of
-    steps first, whose rows need no padding."""
+def columns_each(columns: int, warps: int, most: int = MOST_COLUMNS) -> int:
+    """Columns of a warp's unit: of those that divide its share evenly the most, at most ``most``. Odd numbers of steps
+    first, whose rows need no padding."""
     steps = columns // (STEP * warps)
-    most = (MOST_OF_FEW if warps <= FEW_WARPS else MOST_COLUMNS) // STEP
-    fitting = [n for n in range(1, most + 1) if steps % n == 0]
+    fitting = [n for n in range(1, most // STEP + 1) if steps % n == 0]
     return STEP * max(fitting, key=lambda n: n + n % 2)
 
 
 def configs(region: Region) -> list[dict[str, Any]]:
-    """Candidates, most promising first; a tuned table replaces the guess. ``warps`` share the columns, ``ring_kb`` of a
-    block's shared memory hold weights in flight, ``bulk``: the copy engine fetches rows, else lanes 16 bytes each."""
+    """Candidates, most promising first; a tuned table replaces the guess."""
     return candidates(count_rows(row_groups(region)), region.value("weight").shape[1])
 
 
 def candidates(rows: int, columns: int) -> list[dict[str, Any]]:
-    """``configs`` of a weight of ``rows`` x ``columns``."""
+    """``configs`` of ``rows`` x ``columns``. ``warps`` share the columns, ``columns`` at a time; ``ring_kb`` of a block's
+    memory hold weights in flight; ``bulk``: the copy engine fetches rows, else lanes do, 16 bytes each.
+
+    4 warps of 256 columns at most and 216 KB leave room for the launches before the projections of a layer: 8 warps
+    of 192 registers and 6 KB (``cute.moe_tail``), 9 KB (``cute.attn_res``)."""
     steps = columns // STEP
     able = [warps for warps in range(1, MOST_WARPS + 1) if steps % warps == 0]
     long = [warps for warps in able if columns_each(columns, warps) >= SHORT]
     first = min(able, key=lambda warps: (warps not in long and warps > FEW_WARPS, abs(warps - 8)))
-    fewer = max((warps for warps in long if warps <= first // 2), default=first)
+    fewer = max((warps for warps in long if 2 <= warps <= first // 2), default=first)
     if 2 * rows * columns <= FEWEST_BLOCKS * SMALL:
         # all of it is in flight at once
         usual = max(warps for warps in able if warps <= 8)
-        found = [(warps, 144, bulk) for warps in (first, usual, fewer) for bulk in (True, False)]
+        found = [(warps, MOST_COLUMNS, 144, bulk) for warps in (first, usual, fewer) for bulk in (True, False)]
     else:
         # many warps have no registers for the sums of many rows
         more = max((warps for warps in long if warps > first and rows <= FEWEST_BLOCKS * 3 * TILE), default=first)
-        found = [(first, 224, True), (more, 200, False), (first, 200, True), (fewer, 224, True), (more, 200, True),
-                 (first, 200, False), (fewer, 200, False), (first, 144, True)]
-    return [{"warps": warps, "ring_kb": kb, "bulk": bulk} for warps, kb, bulk in dict.fromkeys(found)]
+        wide = MOST_OF_FEW if fewer <= FEW_WARPS else MOST_COLUMNS
+        found = [(first, MOST_COLUMNS, 224, True), (fewer, MOST_COLUMNS, 216, False),
+                 (fewer, MOST_COLUMNS, 216, True), (more, MOST_COLUMNS, 200, False), (first, MOST_COLUMNS, 200, True),
+                 (fewer, wide, 224, True), (first, MOST_COLUMNS, 200, False), (first, MOST_COLUMNS, 144, True)]
+    return [{"warps": warps, "columns": columns_each(columns, warps, most), "ring_kb": kb, "bulk": bulk}
+            for warps, most, kb, bulk in dict.fromkeys(found)]
 
 
 def _needs(region: Region) -> str | None:

@@ -21,7 +21,7 @@ from k3plan.ops_cute.compile_check import SHARED_LIMIT, TARGETS, WAIT, operation
 from k3plan.ops_cute.launching import compile_kernel
 from k3plan.ops_cute.skinny_linear_menu import TILE, count_rows
 from k3plan.ops_cute.staged_linear import AT_ONCE, bind, place_units
-from k3plan.ops_cute.staged_linear_menu import KERNELS, MOST_TILES, candidates
+from k3plan.ops_cute.staged_linear_menu import KERNELS, MOST_TILES, candidates, columns_each
 
 BULK_COPY, LANES_COPY = 0x3BA, 0xFAE  # operations UBLKCP and LDGSTS
 SLOW = 6  # of so many cases of small models one is run each time
@@ -71,7 +71,8 @@ def test_products(rows: int, width: int, columns: int, warps: int, ring_kb: int,
     module = emulated()
     module.multiprocessors = lambda device: blocks
     torch.manual_seed(rows)
-    call = call_of(rows, width, columns, {"warps": warps, "ring_kb": ring_kb, "bulk": bulk}, gap=gap, dtype=dtype)
+    config = {"warps": warps, "columns": columns_each(columns, warps, 448), "ring_kb": ring_kb, "bulk": bulk}
+    call = call_of(rows, width, columns, config, gap=gap, dtype=dtype)
     launch = module.bind(call)
     warp_emulator.run(launch, list(call.tensors.values()), seed=rows)
     wanted = call.tensors["x"].float() @ call.tensors["weight"].float().T
