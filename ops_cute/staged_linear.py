@@ -6,8 +6,8 @@ another neighbourhood: where the launches before it leave memory idle.
 Why: with programmatic launch a block may be resident as soon as all blocks of the launch before have started, if
 threads, registers and shared memory are free. ``cute.skinny_linear`` keeps what is in flight in registers, at most
 13 MB over an H200, and its blocks want a whole register file. Here a block has 8 warps of less than 128 registers,
-half of the file (4 warps: a quarter), and the ring of weights is shared memory, which small kernels leave alone: 63 rows of 8 warps x 448
-bytes on 132 multiprocessors are 30 MB, which are there when the wait ends if it was 7 us long. Of the 46 MB of
+half of the file, or 4, and the ring of weights is shared memory, which small kernels leave alone: 63 rows of 8 warps x
+448 bytes on 132 multiprocessors are 30 MB, which are there when the wait ends if it was 7 us long. Of the 46 MB of
 3216 x 7168 16 are left then, 3.7 us at 4.44 TB/s instead of 10.4; of 7168 x 768 (11 MB, 86 KB a block) nothing is.
 
 Layout: block b of one on each multiprocessor has rows b N / blocks to (b + 1) N / blocks, 24 or 25 of 3216. Their

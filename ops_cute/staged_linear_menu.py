@@ -40,8 +40,8 @@ def configs(region: Region) -> list[dict[str, Any]]:
 
 
 def candidates(rows: int, columns: int) -> list[dict[str, Any]]:
-    """``configs`` of ``rows`` x ``columns``. ``warps`` share the columns, ``columns`` at a time; ``ring_kb`` of a block's
-    memory hold weights in flight; ``bulk``: the copy engine fetches rows, else lanes do, 16 bytes each.
+    """``configs`` of ``rows`` x ``columns``. ``warps`` share the columns, ``columns`` at a time; weights in flight have
+    ``ring_kb`` of a block's memory; ``bulk``: the copy engine fetches rows, else lanes do, 16 bytes each.
 
     4 warps of 256 columns at most and 216 KB leave room for the launches before the projections of a layer: 8 warps
     of 192 registers and 6 KB (``cute.moe_tail``), 9 KB (``cute.attn_res``)."""
