@@ -15,13 +15,15 @@ pytest.importorskip("cutlass")
 import warp_emulator
 
 from k3plan.compiler.call import Call
+from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.fusions import row_groups
+from k3plan.compiler.kernel import Menu
 from k3plan.graphs import launch as launching
 from k3plan.ops_cute.compile_check import SHARED_LIMIT, TARGETS, WAIT, operations
 from k3plan.ops_cute.launching import compile_kernel
 from k3plan.ops_cute.skinny_linear_menu import TILE, count_rows
 from k3plan.ops_cute.staged_linear import AT_ONCE, bind, place_units
-from k3plan.ops_cute.staged_linear_menu import KERNELS, MOST_TILES, candidates, columns_each
+from k3plan.ops_cute.staged_linear_menu import FEWEST_BLOCKS, KERNELS, MOST_TILES, candidates, columns_each
 
 BULK_COPY, LANES_COPY = 0x3BA, 0xFAE  # operations UBLKCP and LDGSTS
 SLOW = 6  # of so many cases of small models one is run each time
@@ -122,6 +124,13 @@ def test_real_shapes_on_a_gpu(width: int, columns: int, config: dict[str, Any], 
         launch()
         wanted = x.float() @ weight.float().T
         torch.testing.assert_close(f.float(), wanted, atol=2e-2, rtol=1e-2)
+
+
+def test_what_does_not_fit_is_refused_with_its_reason() -> None:
+    tall = replace(kernel_check.K3, vocab=FEWEST_BLOCKS * MOST_TILES * TILE + 1)
+    missed = find_regions(kernel_check.Setting("tall", tall, 1, 1, 1).graph(), Menu(KERNELS), rows=1)[1]
+    reasons = {miss.reason for miss in missed if miss.kernel == "cute.staged_linear"}
+    assert {"48 inputs are not a multiple of 32", "16897 output rows are too many for one wave"} <= reasons
 
 
 @pytest.mark.parametrize("rows", [13, 24, 25, 40, 64, 200])
