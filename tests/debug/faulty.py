@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from broken import small_step, with_step, write_live
+from broken import small_plan, small_step, with_step, write_live
 
 from k3plan.graphs import bind
 from k3plan.graphs.capture import capture
 from k3plan.graphs.launch_log import logged
+from k3plan.graphs.random_weights import RandomSource
 
 # logged below, once the launch is broken: a fault outside of the log would have no launch
 bind.logged = lambda executable: executable
@@ -57,6 +58,8 @@ def on_gpu(how: str) -> None:
 
     if how == "graph slots":
         return replay_with_a_slot_far_away()
+    if how == "collective":
+        return wait_for_a_rank_that_is_ahead()
     step = logged(with_step(small_step(device="cuda"), LAUNCH, lambda own: lambda: (own(), act())))
     if how.startswith("graph"):
         # the capture runs no kernel, so that the fault happens in the replay
@@ -74,6 +77,20 @@ def on_gpu(how: str) -> None:
     else:
         step.run()
     torch.cuda.synchronize()
+    print("done")
+
+
+def wait_for_a_rank_that_is_ahead() -> None:
+    """Two emulated ranks, of which one has counted a step more than the other."""
+    plan = small_plan((0,), "h200", ("parallel.tp=2",))
+    source = RandomSource.of([w.recipe for w in plan.weights.values()], device="cuda")
+    step = bind.bind(plan, source, device="cuda")
+    write_live(step, plan.spec.step.sequences)
+    step.run()
+    torch.cuda.synchronize()
+    ahead = next(t for x in plan.launches for n, t in x.scratch.items() if n.endswith("epochs") and "row" not in n)
+    step.ranks[1].tensors[ahead].add_(1)
+    logged(step).run()
     print("done")
 
 

@@ -429,3 +429,7 @@ def a_hang_in_a_replay() -> list[Finding]:
     return crashed("graph hang", 30.0)
 
 
+@case(32, "CG-072", launch="embed.rows.all_reduce", line=False, seconds=200.0)
+def a_collective_that_waits_for_ever() -> list[Finding]:
+    """Without a bound on its waits: the command is ended at its limit, and the launch is one that waits for ranks."""
+    return crashed("collective", 30.0)
