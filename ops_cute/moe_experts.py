@@ -7,9 +7,10 @@ absent experts would add is exactly zero. I is a multiple of 32, nothing is padd
 Beside them, when the pattern has it, the shared expert's down-projection: ``s`` bf16 [T, N] = ``a`` bf16 [T, K] times
 ``w`` bf16 [N, K] transposed, N a multiple of 16 and K of 16, this rank's part of a sum over ranks.
 
-Layout: one block on each multiprocessor, four kinds of warps. Every distinct expert is read once, whoever chose it:
-one warp sorts the ids by a bit set. Then
-* the copier (``moe_experts_copy.py``) streams weights through a ring of slots in shared memory: first the units of 8
+Layout: one block on each multiprocessor, three kinds of warps. Every distinct expert is read once, whoever chose it:
+one warp sorts the ids by a bit set (``moe_experts_list.py``). The first row's experts differ, so they begin the list as
+they are and stream before the others are sorted.
+* The copier (``moe_experts_copy.py``) streams weights through a ring of slots in shared memory: first the units of 8
   gate and 8 up rows that are this block's (every ``blocks``-th of all experts' units), then units of 16 rows of ``w``
   (the count goes on, so blocks differ by one unit in all), then of every expert the rows of W2 that make this block's
   columns. It never waits for anything but a free slot, so W2 is on its way while the first half computes. With
@@ -17,14 +18,16 @@ one warp sorts the ids by a bit set. Then
   slot in turn;
 * 16 warps multiply. In the first half each has its columns of x as operands in registers, for the whole launch: of a
   unit, gate rows are rows 0 to 7 of a matrix instruction, up rows are 8 to 15, tokens its 8 columns, so one lane has
-  the gate and the up of the same row. All tokens are multiplied with all experts of the step: the columns are free;
+  the gate and the up of the same row. All tokens are multiplied with all experts of the step: the columns are free.
+  Two units are a step: one hand-over of sums for both, and the end of one overlaps with the begin of the other;
 * a unit of ``w`` is a matrix instruction's 16 rows as well, its columns split over the same warps, in bf16. It needs
   nothing of the experts: it is done while the last activations of the first half travel from block to block;
-* the finisher adds up the 16 warps' sums of a unit, applies SiTU and publishes the 8 activations of each pair; of a
-  unit of ``w`` it stores 16 columns of ``s``;
+* two finishers, one for each unit of a step, add up the 16 warps' sums, apply SiTU and publish the 8 activations of
+  each pair; of a unit of ``w`` they store 16 columns of ``s``. Without ``bulk`` one of them copies and the other
+  finishes both;
 * in the second half the 16 warps share the experts out. A block has its columns of all experts, so the weighted sum
   stays in registers and one sum over the warps ends it: no partial results in memory, no atomics, one order of
-  addition.
+  addition. The next expert's activations are loaded into the registers of one as soon as it has used them.
 
 Waits: activations go from block to block in words that are their own flags: zero is "not yet", a payload of zeros is
 written as minus zeros, and a reader looks until no word is zero. One hop through L2, no fence, no counter. Two parts
@@ -41,18 +44,16 @@ path.
 Arithmetic for a TP16 rank of Kimi K3 (D 3584, I 192, k 16) on an H200: 17.5 MB at one row, 132 MB at 8 (120 experts):
 floors 6.3 and 32 us (2.35 us + bytes / 4.44 TB/s); ``w`` of 7168 x 384 adds 5.5 MB, 1.2 us, 3 or 4 units a block. A
 lane decodes 16 weights for one pair of matrix instructions: 16 permutes and masks and 2 shifts on the integer pipe, 4
-left shifts on the multiplier, 4 instructions for the scales, 4 multiply-adds. The compiler makes 273 instructions of a
-unit (112 weights a lane; 1.1 a weight on the integer pipe) and about 500 of an expert's rows in the second half (192
-weights a lane). At 8 rows a block has 22 units for 16 warps and 120 experts: 24,000 and 15,000 cycles of issue, with
-the finisher 23 us at 1.75 GHz, beside 32 us of memory. At one row 384 units lie on 132 blocks (3 or 2) and 28 columns
-on 128 of them: 97 % of the bytes' mean, all of them in flight at once (137 KB a block, 6 slots of 30 KB).
-Measured on an H200, plain launches in one graph, weights cold: 44.2 us at 8 rows (131 MB, floor 31.9; the two Triton
-launches take 49.1 with programmatic edges), 80.7 us at 8 rows of a TP8 rank (263 MB, floor 61.5). 4 slots or 6 make no
-difference, so it is not what is in flight. Not shown, but left as causes: issue that does not overlap with the waits of
-the same warps, and the copier, which hands out 18 copies of 1.8 KB a unit one after the other. One row was checked and
-not timed, and so was the other way to copy. Since then every warp passes every slot of the ring, and ``w`` has come,
-which have run on the emulator of the tests only; so the table of the H200 has no line of this kernel. Error against the
-fp32 reference on the H200: 0.51 to 0.53 of the bf16 chain's; with "mxfp8", 0.29 to 0.43.
+left shifts on the multiplier, 4 instructions for the scales, 4 multiply-adds. Measured there, a quarter of a
+multiprocessor needs 2.07 cycles for a mask, a permute or a conversion from e4m3 (the same pipe, so that e4m3 would save
+nothing), 2.0 for a shift on the multiplier beside them, 6.1 for a matrix instruction; 18 of the first with two of the
+last take 44. So 8 rows cost at least 1,230 cycles a unit (22 of them) and 2,100 an expert in four warps (30 of them):
+51,000 cycles, 29 us at 1.76 GHz, beside 30 us of memory. At one row 384 units lie on 132 blocks (3 or 2) and 28
+columns on 128 of them: 97 % of the bytes' mean, all of them in flight at once.
+Measured on one H200, dependent launches in one graph, weights cold, before two units were a step: 8.7 us at one row,
+13.9 at 2, 24.3 at 4, 43.1 at 8; without products 8.0 at one row and 36.0 at 8, without copies 7.4 and 38.1. So neither
+memory nor the integer pipe alone is what is left: a warp of four waits for its own instructions a third of the time.
+Error against the fp32 reference on the H200: 0.51 to 0.53 of the bf16 chain's; with "mxfp8", 0.29 to 0.43.
 """
 from __future__ import annotations
 
