@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import real_shapes  # tests/real_shapes.py
 
 CHOICES = (Choices("sharded", "stripe", "replicated"), Choices("replicated", "all_reduce", "replicated"))
-ROWS = ((1, 1), (1, 8), (8, 1))
+ROWS = ((1, 1), (1, 8), (8, 1), (64, 1))
 # kernels for more rows, or for rounded activations: sequences, and what the experts' rows are
 EXPERTS = "block_scaled"
 EXPERT_ROWS = ((1, "mxfp8"), (64, "mxfp8"), (64, "bf16"))
