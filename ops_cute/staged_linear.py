@@ -26,12 +26,14 @@ Waits: as many units as the ring holds are on their way before the wait for the 
 before it, and nothing is written. x is touched after it, two pieces ahead of the products. The trigger is the first
 instruction. A place in the ring is filled again by the warp that has just read it.
 Numerics: exact products, fp32 sums in a fixed order, one rounding at the store.
-Measured on an H200 (29 November 2026; us, cold weights, one row; ``cute.skinny_linear`` in brackets): in a chain of
-its like, and what it adds to a chain of launches that wait 2 and 5 us with 8 blocks, each by its best configuration:
-3216 x 7168 11.4, 10.4, 8.4 (11.7, 11.5, 11.5); 2880 x 7168 10.0, 9.3, 7.4 (11.0, 10.2, 10.2); 10240 x 7168 34.7, 33.4,
-33.0 (36.5, 36.7, 36.7); 7168 x 768 2.9, 2.5, 2.2 (3.3, 2.3, 2.1): there registers hold it all as well. 3216 x 7168 at 8
-rows 11.7, 11.2, 9.5 (12.3, 11.7, 11.7). A ring of 144 KB is worth half, one of 96 KB less than registers. Those
-runs, 64 comparisons at 1 to 8 rows included, had slots of equal size (186 KB where 224 KB are allowed now).
+Measured on an H200 (29 November 2026; us, cold weights, one row, each by its best configuration; ``cute.skinny_linear``
+in brackets). In the captured step of a TP16 rank: 3216 x 7168 9.0 (17.2), 2880 x 7168 8.1 (15.1), 7168 x 768 2.0. In a
+chain of its like, and what it adds to a chain of launches that wait 2 and 5 us with 8 blocks: 3216 x 7168 11.4, 10.4,
+8.4 (11.7, 11.5, 11.5); 2880 x 7168 10.0, 9.3, 7.4 (11.0, 10.2, 10.2); 10240 x 7168 34.7, 33.4, 33.0 (36.5, 36.7, 36.7);
+7168 x 768 2.9, 2.5, 2.2 (3.3, 2.3, 2.1): there registers hold it all as well. 3216 x 7168 at 8 rows 11.7, 11.2, 9.5
+(12.3, 11.7, 11.7). A ring of 144 KB is worth half, one of 96 KB less than registers. In these chains slots had equal
+sizes: 186 KB where 224 are allowed now. As it is now, 117 comparisons there were right, and none was wrong: Kimi K3's
+shapes, every configuration at 1 to 8 rows.
 """
 from __future__ import annotations
 
