@@ -47,12 +47,14 @@ lane decodes 16 weights for one pair of matrix instructions: 16 permutes and mas
 left shifts on the multiplier, 4 instructions for the scales, 4 multiply-adds. Measured there, a quarter of a
 multiprocessor needs 2.07 cycles for a mask, a permute or a conversion from e4m3 (the same pipe, so that e4m3 would save
 nothing), 2.0 for a shift on the multiplier beside them, 6.1 for a matrix instruction; 18 of the first with two of the
-last take 44. So 8 rows cost at least 1,230 cycles a unit (22 of them) and 2,100 an expert in four warps (30 of them):
-51,000 cycles, 29 us at 1.76 GHz, beside 30 us of memory. At one row 384 units lie on 132 blocks (3 or 2) and 28
-columns on 128 of them: 97 % of the bytes' mean, all of them in flight at once.
-Measured on one H200, dependent launches in one graph, weights cold, before two units were a step: 8.7 us at one row,
-13.9 at 2, 24.3 at 4, 43.1 at 8; without products 8.0 at one row and 36.0 at 8, without copies 7.4 and 38.1. So neither
-memory nor the integer pipe alone is what is left: a warp of four waits for its own instructions a third of the time.
+last take 44. So 8 rows cost at least 1,230 cycles a unit (22 of them) and 2,100 for 16 experts (7.5 times): 43,000
+cycles, 24 us at 1.76 GHz, beside 30 us of memory. At one row 384 units lie on 132 blocks (3 or 2) and 28 columns on
+128 of them: 97 % of the bytes' mean, all of them in flight at once.
+Measured on one H200, weights cold: 42.2 us at 8 rows as one of the launches of a step, 10.8 at one row with ``w``. A
+form with one unit a step, alone and with dependent launches: 8.7 at one row, 13.9 at 2, 24.3 at 4, 43.1 at 8; without
+products 8.0 at one row and 36.0 at 8, without copies 7.4 and 38.1. So neither memory nor the integer pipe alone is what
+is left: the pipe was busy for 60 % of the time, with four warps to hide what one waits for. The targets, 8 us and 38,
+are missed.
 Error against the fp32 reference on the H200: 0.51 to 0.53 of the bf16 chain's; with "mxfp8", 0.29 to 0.43.
 """
 from __future__ import annotations

@@ -31,11 +31,11 @@ each, 672 MB: floor 154 us (2.35 us + bytes / 4.44 TB/s). Each block has 112 uni
 the second; by the rates in ``moe_experts.py`` they cost 138,000 and 81,000 cycles at least, 124 us at 1.76 GHz. x costs
 44 MB of reads from L2 (runs of 4 units), activations 50 MB. Shared memory: 92 KB in 3 slots of weights, 115 KB of
 products, in whose place the sums over warps lie before.
-Measured on one H200, dependent launches in one graph, weights cold, in a form with one unit a step and 7 us before the
-first product (all warps looked at words of all rows): 232 us at 64 rows (the two Triton launches take 434), 171 without
-products, 224 without copies; 153 at 32 rows, 93 at 16; all rows on the same 16 experts 66 us. The table of the H200 has
-what it takes now. Error against the fp32 reference there: 0.52 of the bf16 chain's, with "mxfp8" 0.36; equal inputs
-gave equal bits in all launches.
+Measured on one H200, weights cold: 192 us at 64 rows as one of the launches of a step (runs of 8 units), 1.25 of the
+floor; the two Triton launches take 434. A first form, with one unit a step and 6 us before the first product (all warps
+looked at words of all rows), took 232 alone: 171 without products, 224 without copies, so the integer pipe is what is
+left; 153 at 32 rows, 93 at 16, all rows on the same 16 experts 66. Those rows were not timed again. Error against the
+fp32 reference there: 0.52 of the bf16 chain's, with "mxfp8" 0.36; equal inputs gave equal bits in all launches.
 """
 from __future__ import annotations
 
