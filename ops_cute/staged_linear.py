@@ -32,8 +32,8 @@ chain of its like, and what it adds to a chain of launches that wait 2 and 5 us 
 8.4 (11.7, 11.5, 11.5); 2880 x 7168 10.0, 9.3, 7.4 (11.0, 10.2, 10.2); 10240 x 7168 34.7, 33.4, 33.0 (36.5, 36.7, 36.7);
 7168 x 768 2.9, 2.5, 2.2 (3.3, 2.3, 2.1): there registers hold it all as well. 3216 x 7168 at 8 rows 11.7, 11.2, 9.5
 (12.3, 11.7, 11.7). A ring of 144 KB is worth half, one of 96 KB less than registers. In these chains slots had equal
-sizes: 186 KB where 224 are allowed now. As it is now, 117 comparisons there were right, and none was wrong: Kimi K3's
-shapes, every configuration at 1 to 8 rows.
+sizes: 186 KB where 224 are allowed now. As it is now, 117 comparisons there were right and none was wrong: Kimi K3's
+shapes at 1, 2, 5 and 8 rows, and every configuration of eight of them at one number of rows.
 """
 from __future__ import annotations
 
