@@ -17,6 +17,7 @@ from typing import Any
 
 EVERY = 0.5  # seconds between two signs of life
 SILENCE = 5.0  # seconds without one after which a rank is taken for dead
+TOLD_SILENCE = 2.0  # the same once the launcher has asked this rank to end, as it does when another has died
 EXIT_CODE = 3  # of a rank that was ended because of another
 
 
@@ -61,7 +62,7 @@ class Watch:
             beats += 1
             try:
                 self.store.set(f"beat/{self.rank}", str(beats))
-                reason = self.missing()
+                reason = self.missing(min(self.silence, TOLD_SILENCE) if told else self.silence)
             except RuntimeError as error:  # the launcher and its store are gone
                 reason = f"the launcher is gone ({error})"
             if not reason and told and time.monotonic() - told > self.silence + 2 * EVERY:
@@ -71,8 +72,9 @@ class Watch:
                 self.end(EXIT_CODE)
                 return
 
-    def missing(self) -> str:
-        """Which peer is gone and why this is believed; empty when all are well."""
+    def missing(self, silence: float | None = None) -> str:
+        """Which peer is gone and why this is believed; empty when all are well. ``silence`` in seconds."""
+        silence = self.silence if silence is None else silence
         now = time.monotonic()
         for peer in self._peers:
             if self.store.check([f"refused/{peer}"]):
@@ -80,8 +82,8 @@ class Watch:
             beat = self.store.get(f"beat/{peer}").decode() if self.store.check([f"beat/{peer}"]) else ""
             if beat != self._heard[peer][0]:
                 self._heard[peer] = beat, now
-            elif beat != "left" and now - self._heard[peer][1] > self.silence:
-                return f"rank {peer} has given no sign of life for {self.silence:.0f} s and is taken for dead"
+            elif beat != "left" and now - self._heard[peer][1] > silence:
+                return f"rank {peer} has given no sign of life for {silence:.0f} s and is taken for dead"
         return ""
 
     def _say(self, reason: str) -> None:
