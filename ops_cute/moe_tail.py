@@ -21,8 +21,11 @@ launches where the blocks of all ranks would not fit.
 Epochs: one for each block. The last act is a cluster barrier: no block leaves while another may still write to it.
 Numerics: bf16 parts, fp32 sums (the latent in halves of the ranks where two threads share a fragment, the same on every
 rank); weight times norm is rounded to bf16 once; products of bf16 exact, sums fp32; one rounding of the result.
-Measured in loopback on one H200, TP16, with dependent launch: 1 row 5.9 us, 2 rows 6.4, 8 rows 8.4; the Triton twin
-9.8, 10.9 and 17.0. Compared there on a small model only; at real shapes, and above 8 rows, by the emulator.
+Measured in loopback on one H200, TP16, with dependent launch: 1 row 4.9 us, 2 rows 5.2, 4 rows 5.9, 8 rows 7.8; the
+Triton twin 9.8, 10.9 and 17.0 at 1, 2 and 8. Where one row's time goes (stamps of the GPU's clock): parts sent 0.3,
+there and summed, with the weights out of L2, 1.8, products 0.6, shared columns and exchange 0.25, finished and sent
+0.25, collected 0.45, and 0.9 from there to the next launch's release. Compared there at TP 8 and 16, 1 to 16 rows, all
+ranks of a group in stages and in loopback; late ranks on a small model, since all its blocks must be resident.
 """
 # ruff: noqa: SIM102 - what is known while the kernel is traced stands alone
 from __future__ import annotations
