@@ -33,8 +33,17 @@ def launch(*arguments: str) -> subprocess.Popen[str]:
     return start("-c", "from k3plan.cli import main; main()", "launch", *arguments)
 
 
+def ended(running: subprocess.Popen[str], seconds: float = 40) -> tuple[str, str]:
+    """What it said, once it is over. Raises AssertionError with that when it is not in time."""
+    try:
+        return running.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        running.kill()  # its ranks miss their launcher and end
+        raise AssertionError("\n".join([f"not over after {seconds:.0f} s", *running.communicate()])) from None
+
+
 def said(running: subprocess.Popen[str]) -> str:
-    out, err = running.communicate(timeout=100)
+    out, err = ended(running)
     assert running.returncode == 0, err
     return out
 
@@ -86,8 +95,8 @@ def test_a_killed_rank_ends_the_others_within_ten_seconds(tmp_path: Path) -> Non
     time.sleep(4)  # until steps are under way
     os.kill(process, signal.SIGKILL)
     killed = time.monotonic()
-    _, err = running.communicate(timeout=60)
-    assert time.monotonic() - killed < 10
+    _, err = ended(running)
+    assert time.monotonic() - killed < 10, err
     assert running.returncode != 0
     assert "rank 0 stops: rank 1 has given no sign of life" in err, err
     steps = [int(n) for n in re.findall(r"(\d+) launches over", err)]
@@ -130,7 +139,7 @@ def test_an_aborted_step_is_told_and_forgotten(saw: dict[str, list[dict[str, Any
 def test_a_rank_without_memory_stops_both() -> None:
     running = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                     "tests/distributed/ranks_on_gpus.py", "refused")
-    _, err = running.communicate(timeout=60)
+    _, err = ended(running)
     assert running.returncode != 0
     assert "rank 1 refused" in err, err
     assert "out of memory" in err, err
