@@ -16,6 +16,8 @@ GPU_HERE = not HIDDEN and any(Path("/dev").glob("nvidia[0-9]*"))
 os.environ["TRITON_INTERPRET"] = "1"
 # fused multiply-add as in production, whatever the caller's environment says
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
+# ranks that wait for each other run on streams of their own: no two may share a queue of the GPU, of which there are 8
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 # workers share the cores: one thread a core in each of them would be slower
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"

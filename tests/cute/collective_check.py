@@ -177,6 +177,9 @@ def launch_apart(launches: Sequence[Callable[[], None]], late: Mapping[int, int]
 
 @cache
 def _streams(count: int) -> list[torch.cuda.Stream]:
+    # loaded now: loading a kernel waits for those that run, and a rank that waits for others would wait for ever
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
     return [torch.cuda.Stream() for _ in range(count)]
 
 
