@@ -22,12 +22,12 @@ PAGES = CONTEXT // PAGE
 
 
 def spec_of(folder: Path, config: Path, *, gpu: str = "cpu", numerics: dict[str, Any] | None = None,
-            tp: int = 1, layers: list[int] | None = None, **step: Any) -> Spec:
+            tp: int = 1, layers: list[int] | None = None, profile: str = "auto", **step: Any) -> Spec:
     """A plan file over ``config``, fp32 on the CPU unless said."""
     shape = {"sequences": 2, "context": CONTEXT, "page_size": PAGE, "outputs": ["tokens", "logits"], **step}
     model = {"config": str(config)} | ({} if layers is None else {"layers": layers})
     plan = {"version": 1, "model": model, "target": {"gpu": gpu}, "step": shape,
-            "parallel": {"tp": tp},
+            "parallel": {"tp": tp}, "profile": profile,
             "numerics": {"activation": "fp32", "kv_cache": "fp32"} if numerics is None else numerics}
     path = folder / f"plan-{abs(hash(json.dumps(plan)))}.yaml"
     path.write_text(json.dumps(plan))
