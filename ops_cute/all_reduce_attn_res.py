@@ -29,7 +29,7 @@ Numerics: bf16 parts, fp32 sums in the order of the ranks, one rounding each of 
 exp and rsqrt by the hardware's approximations (2 ulp).
 Measured in loopback on one H200, TP8, with dependent launch: one row and 1 block 2.0 us, 8 blocks 2.9; 2 rows 2.1 and
 3.0; the Triton twin 5.8 and 6.6 (one row). Compared there with one and two shots at TP 8 and 16, 1 to 64 rows, all
-ranks of a group and in loopback; 100 replays of 4 and 8 ranks, some late.
+ranks of a group and in loopback.
 """
 # ruff: noqa: SIM102 - what is known while the kernel is traced stands alone
 from __future__ import annotations

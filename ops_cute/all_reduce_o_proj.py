@@ -19,7 +19,7 @@ Numerics: products of bf16 exact, fp32 sums, one rounding of each part, as the p
 Measured in loopback on one H200, TP16, weights cold, with dependent launch: one row 6.1 us with one block and no prefix
 and 6.5 with eight and the prefix, 8 rows 7.6 and 8.7; floor 4.8 (2.35 us + bytes / 4.44 TB/s). In such a chain of its
 like the next launch's weights find room only when blocks of this one have left. Compared there at TP 8 and 16, 1, 2, 5
-and 8 rows, all ranks of a group and in loopback; 100 replays of 8 ranks, some late.
+and 8 rows, all ranks of a group and in loopback.
 """
 # ruff: noqa: SIM102 - what is known while the kernel is traced stands alone
 from __future__ import annotations

@@ -25,7 +25,7 @@ Measured in loopback on one H200, TP16, with dependent launch: 1 row 4.9 us, 2 r
 Triton twin 9.8, 10.9 and 17.0 at 1, 2 and 8. Where one row's time goes (stamps of the GPU's clock): parts sent 0.3,
 there and summed, with the weights out of L2, 1.8, products 0.6, shared columns and exchange 0.25, finished and sent
 0.25, collected 0.45, and 0.9 from there to the next launch's release. Compared there at TP 8 and 16, 1 to 16 rows, all
-ranks of a group in stages and in loopback; late ranks on a small model, since all its blocks must be resident.
+ranks of a group in stages and in loopback.
 """
 # ruff: noqa: SIM102 - what is known while the kernel is traced stands alone
 from __future__ import annotations

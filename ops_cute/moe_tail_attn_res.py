@@ -18,7 +18,9 @@ cluster that mixes and come before them in the order in which blocks start, so o
 The launch for all ranks of one process is three where their tails would not fit at once.
 Epochs: one for each block; the tail's blocks arm what the rows' clusters read.
 Numerics: as the two kernels; the finished columns are bf16 when they are added to the prefix.
-Run by the emulator and compiled for every target; not yet on a GPU.
+Measured in loopback on one H200, TP16, weights cold, with dependent launch: 8 rows 7.9 us with one block and 8.7 with
+eight; the tail and the mix as two launches 9.9 and 10.6. Compared there at TP 8 and 16, 1 to 8 rows, all ranks of a
+group in stages and in loopback.
 """
 # ruff: noqa: SIM102 - what is known while the kernel is traced stands alone
 from __future__ import annotations
