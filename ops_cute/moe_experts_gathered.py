@@ -34,8 +34,9 @@ products, in whose place the sums over warps lie before.
 Measured on one H200, weights cold: 192 us at 64 rows as one of the launches of a step (runs of 8 units), 1.25 of the
 floor; the two Triton launches take 434. A first form, with one unit a step and 6 us before the first product (all warps
 looked at words of all rows), took 232 alone: 171 without products, 224 without copies, so the integer pipe is what is
-left; 153 at 32 rows, 93 at 16, all rows on the same 16 experts 66. Those rows were not timed again,
-and with the projection beside it was checked at 64 rows and not timed. Error against the fp32 reference there: 0.52 of the bf16 chain's, with "mxfp8" 0.36; equal inputs gave equal bits in all launches.
+left; 153 at 32 rows, 93 at 16, all rows on the same 16 experts 66. Those rows were not timed again, and with the
+projection beside it was checked at 64 rows and not timed. Error against the fp32 reference there, of the first form:
+0.52 of the bf16 chain's, with "mxfp8" 0.36; equal inputs gave equal bits in all launches.
 """
 from __future__ import annotations
 
