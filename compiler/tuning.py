@@ -85,12 +85,12 @@ class Tuning:
             return Setting(exact.config, f"tuned at this shape; {exact.source}", exact)
         near = min(self._by_kernel.get(region.kernel.id, ()), key=lambda t: distance(t.key, key), default=None)
         apart = None if near is None else octaves(near.key, key)
+        comparable = apart is not None and max(apart, default=0.0) <= COMPARABLE_OCTAVES
         if near is not None and near.config in candidates and apart is not None:
-            comparable = max(apart, default=0.0) <= COMPARABLE_OCTAVES
             return Setting(near.config, f"tuned at the nearest shape {near.key}", near=near, comparable=comparable)
         # the nearest shape's configuration is none of this shape's, but how far the model was off there still tells
         return Setting(candidates[0], "first candidate, not tuned" if candidates[0] else "",
-                       near=near if apart is not None else None)
+                       near=near if apart is not None else None, comparable=comparable)
 
 
 def distance(left: str, right: str) -> float:

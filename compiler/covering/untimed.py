@@ -19,7 +19,7 @@ _PICOSECONDS = 10**6
 
 def hold_back(costs: Sequence[Cost], masks: Sequence[int]) -> tuple[Cost, ...]:
     """``costs`` of the regions with node sets ``masks``, those of untimed kernels raised where timed ones would do."""
-    timed = [(mask, cost) for mask, cost in zip(masks, costs, strict=True) if cost.timed and cost.measured]
+    timed = [(mask, cost) for mask, cost in zip(masks, costs, strict=True) if cost.timed]
     if not timed:
         return tuple(costs)
     cheapest = {mask: _cheapest(mask, timed) for mask, cost in zip(masks, costs, strict=True) if not cost.timed}

@@ -67,6 +67,12 @@ def test_the_very_shape_is_measured() -> None:
     assert setting.source == "tuned at this shape; a GPU"
 
 
+def test_a_shape_near_by_was_timed_even_where_its_configuration_does_not_fit() -> None:
+    for rows, comparable in ((2, True), (8, False)):
+        _, setting = chosen([Tuned("test.norm", f"{rows}x7168,7168", {"warps": 32}, 0.9, "a GPU")])
+        assert (setting.config, setting.comparable) == ({"warps": 4}, comparable)
+
+
 def test_the_nearest_shape_gives_its_configuration_and_not_its_time() -> None:
     lines = [Tuned("test.norm", "8x7168,7168", {"warps": 8}, 0.9, "a GPU"),
              Tuned("test.norm", "64x7168,7168", {"warps": 4}, 0.1, "a GPU")]
