@@ -161,6 +161,5 @@ def _compile_one(index: int, config: int) -> None:
 def _compile(job: Job, tensors: dict[str, Any], config: dict[str, Any]) -> None:
     scratch = {name: allocate(wanted, "meta") for name, wanted in scratch_of(job.region, config).items()}
     launch: Any = bind_region(job.region, tensors, config, scratch=scratch, dependent_launch=True)
-    for one in getattr(launch, "launches", (launch,)):
-        if hasattr(one, "compile"):
-            one.compile()
+    if hasattr(launch, "compile"):
+        launch.compile()

@@ -59,16 +59,15 @@ Error against the fp32 reference on the H200: 0.51 to 0.53 of the bf16 chain's; 
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch
-from .launching import KernelLaunch, await_producers, named, row_alignment, row_stride, start_dependents
+from .launching import KernelLaunch, await_producers, named, start_dependents
+from .moe_experts_call import read_call, rounds
 from .moe_experts_copy import copy_by_lanes, copy_by_rows, copy_units, first_side
 from .moe_experts_dot import (
     add_warps,
@@ -83,7 +82,6 @@ from .moe_experts_dot import (
     rounded,
 )
 from .moe_experts_list import list_experts, list_first_row, place_row
-from .moe_experts_menu import LIST_BITS, MOST_BLOCKS, PARITIES
 from .moe_experts_plan import FRAGMENT, STEP, THREADS, TILE, TOKENS, TOP_EXPONENT, WARPS, Config, Static
 from .moe_parts import (
     arrive,
@@ -93,7 +91,6 @@ from .moe_parts import (
     load_matrices,
     load_signed_byte,
     load_word,
-    multiprocessors,
     not_zero,
     publish,
     publish_barriers,
@@ -459,42 +456,9 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
             _store_columns(at.out.toint(), total, step, block, thread, shared, where, p)
 
 
-def _side(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Sizes of the projection beside the experts; none without it."""
-    if "s" not in tensors:
-        return {}
-    a, w, s = (tensors[name] for name in ("a", "w", "s"))
-    assert {t.dtype for t in (a, w, s)} == {torch.bfloat16}, f"a, w, s are {a.dtype}, {w.dtype}, {s.dtype}"
-    assert (a.shape[1], s.shape[1]) == (w.shape[1], w.shape[0]), f"a {a.shape}, w {w.shape}, s {s.shape}"
-    assert w.is_contiguous(), f"w {w.shape} {w.stride()}"
-    assert row_alignment(a) % 4 == 0, f"rows of a {a.stride()} do not lie on 4 bytes"
-    return {"side_width": w.shape[1], "side_rows": w.shape[0], "stride_a": row_stride(a), "stride_s": row_stride(s)}
-
-
 def bind(call: Call) -> Launch:
     """x, ids, rank, weights, w1, w3, s1, s3, w2, s2 -> out; with the projection beside, a, w -> s."""
-    config, tensors = Config(**call.config), call.tensors
-    x, ids, w1, w2, out = (tensors[name] for name in ("x", "ids", "w1", "w2", "out"))
-    attrs, activation = call.attrs["gate"], call.attrs["act"]
-    for name in ("ids", "weights", "w1", "w3", "s1", "s3", "w2", "s2"):
-        assert tensors[name].is_contiguous(), f"{name} {tensors[name].shape} {tensors[name].stride()}"
-    dtypes = [t.dtype for t in (ids, x, out)]
-    assert dtypes == [torch.int32, torch.bfloat16, torch.bfloat16], f"ids, x, out are {dtypes}"
-    assert (2 * w1.shape[2], 2 * w2.shape[2]) == (x.shape[1], w1.shape[1]), f"x {x.shape}, {w1.shape}, {w2.shape}"
-    assert row_stride(x) % 8 == 0, f"rows of x {x.stride()} do not lie on 16 bytes"
-    blocks = multiprocessors(x.device)
-    assert blocks <= MOST_BLOCKS, f"{blocks} multiprocessors"
-    static = Static(
-        tokens=ids.shape[0], top_k=ids.shape[1], width=x.shape[1], inter=w1.shape[1], out_width=w2.shape[1],
-        local=w1.shape[0], experts=attrs["experts"], blocks=blocks, slots=config.slots, bulk=config.bulk,
-        stride_x=row_stride(x), stride_out=row_stride(out), beta=activation["beta"],
-        linear_beta=activation["linear_beta"], rounds=attrs["activation"] == "mxfp8", dependent=call.dependent_launch,
-        **_side(tensors))
-    assert static.tokens <= TOKENS, f"{static.tokens} rows"
-    assert static.local <= LIST_BITS, f"{static.local} experts of a rank"
-    arguments = {name: tensors[name] for name in ("x", "ids", "rank", "weights", "w1", "w3", "s1", "s3", "w2", "s2")}
-    arguments |= {name: tensors[name] for name in ("a", "w", "s") if static.side_width}
-    arguments |= {"out": out, "act": call.scratch["act"], "epochs": call.scratch["epochs"]}
-    assert call.scratch["act"].shape[0] == PARITIES, f"activations {call.scratch['act'].shape}"
-    return KernelLaunch(_moe_experts, (blocks, 1, 1), THREADS, arguments, static, shared=static.place()["end"],
+    config = Config(**call.config)
+    static, arguments = read_call(call, Static, TOKENS, slots=config.slots, bulk=config.bulk, rounds=rounds(call))
+    return KernelLaunch(_moe_experts, (static.blocks, 1, 1), THREADS, arguments, static, shared=static.place()["end"],
                         dependent=static.dependent)

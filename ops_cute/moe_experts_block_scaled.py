@@ -66,12 +66,10 @@ in tensor memory: "e4m3" weights are the default because they need none); what t
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch
@@ -89,10 +87,10 @@ from .blackwell_layouts import (
     shared_descriptor,
     weight_column,
 )
-from .launching import KernelLaunch, await_producers, named, row_alignment, row_stride, start_dependents
+from .launching import KernelLaunch, await_producers, named, start_dependents
 from .moe_experts_block_scaled_copy import copy_weights
 from .moe_experts_block_scaled_list import flag, list_experts, padded_rows, span
-from .moe_experts_block_scaled_menu import LIST_BITS, MOST_BLOCKS, PARITIES
+from .moe_experts_block_scaled_menu import LIST_BITS
 from .moe_experts_block_scaled_plan import (
     CHUNK,
     COPIERS,
@@ -110,12 +108,12 @@ from .moe_experts_block_scaled_plan import (
 )
 from .moe_experts_block_scaled_rows import stage_activations, stage_rows, stage_side
 from .moe_experts_block_scaled_weights import expand_down, expand_side, expand_up, stage_at
+from .moe_experts_call import read_call, rounds
 from .moe_parts import (
     arrive,
     await_phase,
     init_barrier,
     load_word,
-    multiprocessors,
     publish,
     publish_barriers,
     situ,
@@ -446,43 +444,11 @@ def _moe_experts_block_scaled(arguments: Any, names: cutlass.Constexpr, p: cutla
         deallocate(tensor, p.tensor_columns)
 
 
-def _side(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Sizes of the projection beside the experts; none without it."""
-    if "s" not in tensors:
-        return {}
-    a, w, s = (tensors[name] for name in ("a", "w", "s"))
-    assert {t.dtype for t in (a, w, s)} == {torch.bfloat16}, f"a, w, s are {a.dtype}, {w.dtype}, {s.dtype}"
-    assert (a.shape[1], s.shape[1]) == (w.shape[1], w.shape[0]), f"a {a.shape}, w {w.shape}, s {s.shape}"
-    assert w.is_contiguous(), f"w {w.shape} {w.stride()}"
-    assert row_alignment(a) == PIECE, f"rows of a {a.stride()} do not lie on 16 bytes"
-    return {"side_width": w.shape[1], "side_rows": w.shape[0], "stride_a": row_stride(a), "stride_s": row_stride(s)}
-
-
 def bind(call: Call) -> Launch:
     """x, ids, rank, weights, w1, w3, s1, s3, w2, s2 -> out; with the projection beside, a, w -> s."""
-    config, tensors = Config(**call.config), call.tensors
-    x, ids, w1, w2, out = (tensors[name] for name in ("x", "ids", "w1", "w2", "out"))
-    attrs, activation = call.attrs["gate"], call.attrs["act"]
-    for name in ("ids", "weights", "w1", "w3", "s1", "s3", "w2", "s2"):
-        assert tensors[name].is_contiguous(), f"{name} {tensors[name].shape} {tensors[name].stride()}"
-    dtypes = [t.dtype for t in (ids, x, out)]
-    assert dtypes == [torch.int32, torch.bfloat16, torch.bfloat16], f"ids, x, out are {dtypes}"
-    assert (2 * w1.shape[2], 2 * w2.shape[2]) == (x.shape[1], w1.shape[1]), f"x {x.shape}, {w1.shape}, {w2.shape}"
-    assert row_stride(x) % 8 == 0, f"rows of x {x.stride()} do not lie on 16 bytes"
-    blocks = multiprocessors(x.device)
-    assert blocks <= MOST_BLOCKS, f"{blocks} multiprocessors"
-    static = Static(
-        tokens=ids.shape[0], top_k=ids.shape[1], width=x.shape[1], inter=w1.shape[1], out_width=w2.shape[1],
-        local=w1.shape[0], experts=attrs["experts"], blocks=blocks, slots=config.slots, weights=config.weights,
-        terms=1 if attrs["activation"] == "mxfp8" else 2, stride_x=row_stride(x), stride_out=row_stride(out),
-        beta=activation["beta"], linear_beta=activation["linear_beta"], dependent=call.dependent_launch,
-        **_side(tensors))
-    assert static.tokens <= TOKENS, f"{static.tokens} rows"
-    assert static.local <= LIST_BITS, f"{static.local} experts of a rank"
+    config = Config(**call.config)
+    static, arguments = read_call(call, Static, TOKENS, most_experts=LIST_BITS, beside=PIECE, slots=config.slots,
+                                  weights=config.weights, terms=1 if rounds(call) else 2)
     assert max(static.columns, static.side_columns) <= LANES, f"{static.columns}, {static.side_columns} columns a block"
-    arguments = {name: tensors[name] for name in ("x", "ids", "rank", "weights", "w1", "w3", "s1", "s3", "w2", "s2")}
-    arguments |= {name: tensors[name] for name in ("a", "w", "s") if static.side_width}
-    arguments |= {"out": out, "act": call.scratch["act"], "epochs": call.scratch["epochs"]}
-    assert call.scratch["act"].shape[0] == PARITIES, f"activations {call.scratch['act'].shape}"
-    return KernelLaunch(_moe_experts_block_scaled, (blocks, 1, 1), THREADS, arguments, static,
+    return KernelLaunch(_moe_experts_block_scaled, (static.blocks, 1, 1), THREADS, arguments, static,
                         shared=static.place()["end"], dependent=static.dependent)

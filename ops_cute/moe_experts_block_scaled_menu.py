@@ -12,13 +12,12 @@ from ..compiler.call import Scratch
 from ..compiler.kernel import KernelDef, Region
 from .blackwell_layouts import FORMATS, LANES
 from .moe_experts_block_scaled_plan import SHARED_LIMIT, TOKENS, Static
+from .moe_experts_menu import MOST_BLOCKS, PARITIES, refuse_beside, refuse_format
 
 ENTRY = "k3plan.ops_cute.moe_experts_block_scaled:bind"
 ARCH = ("sm_100", "sm_103")
 LIST_BITS = 992  # experts of a rank: 31 warps' worth, whose sums one warp adds up
-MOST_BLOCKS = 256  # epochs that are kept, one for each block
 LEAST_BLOCKS = 132  # multiprocessors of any GPU of ``ARCH``, at least
-PARITIES = 2
 
 
 def _plan(region: Region, slots: int) -> Static:
@@ -44,10 +43,8 @@ def needs(region: Region) -> str | None:
     """Formats and sizes that the kernel reads."""
     local, inter, packed = region.value("w1").shape
     width, out_width = packed * 2, region.value("w2").shape[1]
-    if region.attrs("experts_gate_up")["format"] != "mxfp4":
-        return f"experts are {region.attrs('experts_gate_up')['format']}, the kernel reads MXFP4"
-    if len(region.value("x").shape) != 2:
-        return "rows must be a matrix"
+    if reason := refuse_format(region):
+        return reason
     if width % LANES or inter % 32 or out_width % 16:
         return f"experts of {width} x {inter} x {out_width}: not multiples of {LANES}, 32 and 16"
     if local > LIST_BITS:
@@ -63,15 +60,9 @@ def needs(region: Region) -> str | None:
 
 def needs_beside(region: Region) -> str | None:
     """Which product may stand beside the experts: the down-projection of a shared expert."""
-    a, w, s = (region.value(name) for name in ("a", "w", "s"))
-    rows, columns = w.shape
-    dtypes = (a.dtype, w.dtype, s.dtype)
-    if dtypes != ("bf16", "bf16", "bf16"):
-        return f"the product beside is {dtypes[0]} by {dtypes[1]} to {dtypes[2]}, the kernel multiplies bf16"
-    if a.shape != (region.value("ids").shape[0], columns):
-        return f"the product beside reads {a.shape}, not the rows of the experts"
-    if rows <= columns:
-        return f"the product beside makes {rows} columns of {columns}, a shared expert's down-projection makes more"
+    columns = region.value("w").shape[1]
+    if reason := refuse_beside(region):
+        return reason
     return f"the product beside has {columns} columns, not a multiple of 32" if columns % 32 else None
 
 

@@ -44,17 +44,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch
-from .launching import KernelLaunch, await_producers, named, row_stride, start_dependents
-from .moe_experts import MULTIPLIERS, MULTIPLYING, _side
+from .launching import KernelLaunch, await_producers, named, start_dependents
+from .moe_experts import MULTIPLIERS, MULTIPLYING
+from .moe_experts_call import read_call, rounds
 from .moe_experts_copy import copy_by_rows, first_side
 from .moe_experts_dot import add_warps, dot_chunk, dot_unit, free_slot, hand_over, look_at_chunk, reload
 from .moe_experts_gathered_list import members_of, pair_at, sort
 from .moe_experts_gathered_plan import MOST_TOKENS, Config, Gathered
-from .moe_experts_menu import LIST_BITS, MOST_BLOCKS, PARITIES
 from .moe_experts_plan import FRAGMENT, PARTIALS, STEP, THREADS, TILE, TOKENS, WARPS
 from .moe_parts import (
     arrive,
@@ -64,7 +63,6 @@ from .moe_parts import (
     load_matrices,
     load_word,
     look,
-    multiprocessors,
     not_zero,
     publish,
     publish_barriers,
@@ -440,28 +438,9 @@ def _moe_experts_gathered(arguments: Any, names: cutlass.Constexpr, p: cutlass.C
 
 def bind(call: Call) -> Launch:
     """x, ids, rank, weights, w1, w3, s1, s3, w2, s2 -> out; with the projection beside, a, w -> s."""
-    config, tensors = Config(**call.config), call.tensors
-    x, ids, w1, w2, out = (tensors[name] for name in ("x", "ids", "w1", "w2", "out"))
-    attrs, activation = call.attrs["gate"], call.attrs["act"]
-    for name in ("ids", "weights", "w1", "w3", "s1", "s3", "w2", "s2"):
-        assert tensors[name].is_contiguous(), f"{name} {tensors[name].shape} {tensors[name].stride()}"
-    dtypes = [t.dtype for t in (ids, x, out)]
-    assert dtypes == [torch.int32, torch.bfloat16, torch.bfloat16], f"ids, x, out are {dtypes}"
-    assert (2 * w1.shape[2], 2 * w2.shape[2]) == (x.shape[1], w1.shape[1]), f"x {x.shape}, {w1.shape}, {w2.shape}"
-    assert row_stride(x) % 8 == 0, f"rows of x {x.stride()} do not lie on 16 bytes"
-    blocks = multiprocessors(x.device)
-    assert blocks <= MOST_BLOCKS, f"{blocks} multiprocessors"
-    static = Gathered(
-        tokens=ids.shape[0], top_k=ids.shape[1], width=x.shape[1], inter=w1.shape[1], out_width=w2.shape[1],
-        local=w1.shape[0], experts=attrs["experts"], blocks=blocks, slots=config.slots, bulk=True,
-        stride_x=row_stride(x), stride_out=row_stride(out), beta=activation["beta"],
-        linear_beta=activation["linear_beta"], rounds=attrs["activation"] == "mxfp8", dependent=call.dependent_launch,
-        run=config.run, **_side(tensors))
-    assert static.tokens <= MOST_TOKENS, f"{static.tokens} rows"
-    assert static.local <= LIST_BITS, f"{static.local} experts of a rank"
-    arguments = {name: tensors[name] for name in ("x", "ids", "rank", "weights", "w1", "w3", "s1", "s3", "w2", "s2")}
-    arguments |= {name: tensors[name] for name in ("a", "w", "s") if static.side_width}
-    arguments |= {"out": out, **{name: call.scratch[name] for name in ("act", "epochs", "rows", "ready")}}
-    assert call.scratch["act"].shape[0] == PARITIES, f"activations {call.scratch['act'].shape}"
-    return KernelLaunch(_moe_experts_gathered, (blocks, 1, 1), THREADS, arguments, static,
+    config = Config(**call.config)
+    static, arguments = read_call(call, Gathered, MOST_TOKENS, slots=config.slots, bulk=True, rounds=rounds(call),
+                                  run=config.run)
+    arguments |= {name: call.scratch[name] for name in ("rows", "ready")}
+    return KernelLaunch(_moe_experts_gathered, (static.blocks, 1, 1), THREADS, arguments, static,
                         shared=static.place()["end"], dependent=static.dependent)

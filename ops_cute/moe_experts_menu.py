@@ -17,14 +17,33 @@ MOST_BLOCKS = 256  # epochs that are kept, one for each block
 PARITIES = 2
 
 
+def refuse_format(region: Region) -> str | None:
+    """Experts that are not MXFP4, rows that are no matrix."""
+    if region.attrs("experts_gate_up")["format"] != "mxfp4":
+        return f"experts are {region.attrs('experts_gate_up')['format']}, the kernel reads MXFP4"
+    return "rows must be a matrix" if len(region.value("x").shape) != 2 else None
+
+
+def refuse_beside(region: Region) -> str | None:
+    """A product beside the experts that is no down-projection of a shared expert."""
+    a, w, s = (region.value(name) for name in ("a", "w", "s"))
+    rows, columns = w.shape
+    dtypes = (a.dtype, w.dtype, s.dtype)
+    if dtypes != ("bf16", "bf16", "bf16"):
+        return f"the product beside is {dtypes[0]} by {dtypes[1]} to {dtypes[2]}, the kernel multiplies bf16"
+    if a.shape != (region.value("ids").shape[0], columns):
+        return f"the product beside reads {a.shape}, not the rows of the experts"
+    if rows <= columns:
+        return f"the product beside makes {rows} columns of {columns}, a shared expert's down-projection makes more"
+    return None
+
+
 def needs(region: Region) -> str | None:
     """Formats and sizes that the kernel reads."""
     local, inter, packed = region.value("w1").shape
     width, out_width = packed * 2, region.value("w2").shape[1]
-    if region.attrs("experts_gate_up")["format"] != "mxfp4":
-        return f"experts are {region.attrs('experts_gate_up')['format']}, the kernel reads MXFP4"
-    if len(region.value("x").shape) != 2:
-        return "rows must be a matrix"
+    if reason := refuse_format(region):
+        return reason
     if width % 64 or width < 64:
         return f"x has {width} columns, not a multiple of 64"
     if inter % 32 or out_width % 16:
@@ -37,15 +56,9 @@ def needs(region: Region) -> str | None:
 
 def needs_side(region: Region) -> str | None:
     """As ``needs``, and which product may stand beside the experts: the down-projection of a shared expert."""
-    a, w, s = (region.value(name) for name in ("a", "w", "s"))
-    rows, columns = w.shape
-    dtypes = (a.dtype, w.dtype, s.dtype)
-    if dtypes != ("bf16", "bf16", "bf16"):
-        return f"the product beside is {dtypes[0]} by {dtypes[1]} to {dtypes[2]}, the kernel multiplies bf16"
-    if a.shape != (region.value("ids").shape[0], columns):
-        return f"the product beside reads {a.shape}, not the rows of the experts"
-    if rows <= columns:
-        return f"the product beside makes {rows} columns of {columns}, a shared expert's down-projection makes more"
+    rows, columns = region.value("w").shape
+    if reason := refuse_beside(region):
+        return reason
     if columns % STEP or rows % (2 * TILE):
         return f"the product beside has a weight of {rows} x {columns}: not multiples of {2 * TILE} and {STEP}"
     return needs(region)

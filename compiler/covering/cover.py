@@ -102,8 +102,8 @@ def cover(
     usable, regions = [], list(regions)
     products = {region.nodes[0].name for region in regions if region.kernel.entry == LIBRARY_PRODUCT}
     for region in regions:
-        reason = _not_stock(region, [node.name for node in region.nodes if node.name in rank], products)
-        if profile == "stock" and reason:
+        reason = _not_stock(region, rank, products) if profile == "stock" else None
+        if reason is not None:
             names = tuple(node.name for node in region.nodes[::-1])
             misses.append(NearMiss(region.kernel.id, names[0], reason, names))
         else:
@@ -127,8 +127,9 @@ def cover(
     return Cover(tuple(choices), total, len(components), len(answers))
 
 
-def _not_stock(region: Region, nodes: Sequence[str], products: Collection[str]) -> str | None:
+def _not_stock(region: Region, solid: Collection[str], products: Collection[str]) -> str | None:
     """Why profile stock, what one gets without a fusion or a product of one's own, leaves ``region`` out."""
+    nodes = [node.name for node in region.nodes if node.name in solid]
     if len(nodes) != 1:
         return "profile stock takes one-node kernels only"
     if nodes[0] in products and region.kernel.entry != LIBRARY_PRODUCT:
