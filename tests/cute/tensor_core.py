@@ -329,8 +329,8 @@ INSTRUCTIONS = {function.__name__: function for function in (
     allocate, deallocate, fence_before, fence_shared, store_columns, await_stores, load_columns, copy_scales, multiply,
     multiply_bf16, commit, load_four, store_many, copy_small, scale_byte, to_e4m3, from_e4m3)}
 INSTRUCTIONS["fence_after"] = fence_after
-MODULES = ("mxfp4", "mxfp8", "moe_parts", "tensor_memory", "moe_experts_block_scaled_list",
-           "moe_experts_block_scaled_weights", "moe_experts_block_scaled_rows",
+MODULES = ("mxfp4", "mxfp8", "moe_parts", "tensor_memory", "moe_experts_call",
+           "moe_experts_block_scaled_list", "moe_experts_block_scaled_weights", "moe_experts_block_scaled_rows",
            "moe_experts_block_scaled_copy", "moe_experts_block_scaled")
 
 

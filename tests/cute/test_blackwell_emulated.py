@@ -11,6 +11,7 @@ import kernel_check
 import pytest
 import tensor_core
 import torch
+import warp_emulator
 from kernel_check import Case, Setting
 from test_moe_emulated import BESIDE, SMALL, region_of, tensors_of
 
@@ -30,11 +31,13 @@ def check(region: Region, setting: Setting, config: Mapping[str, Any], blocks: i
           change: Any = lambda inputs: None, keep: list[Any] | None = None) -> list[tensor_core.Core]:
     """Launches with fresh inputs, changed by ``change``, through one binding. Returns the tensor cores of the last, and
     leaves its tensors in ``keep``."""
-    made = modules()["moe_experts_block_scaled"]
-    made.multiprocessors = lambda device: blocks
+    made = modules()
+    warp_emulator.set_multiprocessors(made, blocks)
     tensors = tensors_of(region, kernel_check.make_inputs(region, setting, 0, "cpu"))
     scratch = {name: allocate(one, "cpu") for name, one in scratch_of(region, config).items()}
-    launch = made.bind(make_call(arguments_of(region), tensors, scratch=scratch, config=config))
+    launch = made["moe_experts_block_scaled"].bind(
+        make_call(arguments_of(region), tensors, scratch=scratch, config=config))
+    assert launch.grid == (blocks, 1, 1)
     cores = []
     for seed in range(launches):
         for name, fresh in kernel_check.make_inputs(region, setting, seed, "cpu").items():
@@ -117,7 +120,7 @@ def test_experts_and_the_shared_product_beside(rows: int, numerics: Any, tp: int
 
 def _too_early(barrier: Any) -> None:
     """A commit that does not wait for what was issued."""
-    one = tensor_core.warp_emulator._warp().block.barriers[tensor_core._one(barrier)]
+    one = warp_emulator._warp().block.barriers[tensor_core._one(barrier)]
     one.left -= 1
     one.settle()
 
@@ -161,5 +164,5 @@ def test_the_emulator_sees_a_slot_that_nobody_frees(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(made, "arrive", forget)
     case = setting(1, MXFP8, 1, "tp", {"latent": 256})
-    with pytest.raises(tensor_core.warp_emulator.Hung, match="wait for each other"):
+    with pytest.raises(warp_emulator.Hung, match="wait for each other"):
         check(region_of(menu.KERNELS, case), case, {"slots": 2, "weights": "e4m3"}, 3)

@@ -33,9 +33,9 @@ ROUTED = replace(SMALL, experts=64, top_k=5, latent=64)
 
 @cache
 def modules() -> dict[str, Any]:
-    return warp_emulator.load(("mxfp4", "moe_parts", "mailbox", "moe_topk", "moe_experts_dot", "moe_experts_list",
-                               "moe_experts_copy", "moe_experts", "moe_experts_gathered_list", "moe_experts_gathered",
-                               "moe_front", "moe_front_sharded"))
+    return warp_emulator.load(("mxfp4", "moe_parts", "mailbox", "moe_topk", "moe_experts_call", "moe_experts_dot",
+                               "moe_experts_list", "moe_experts_copy", "moe_experts", "moe_experts_gathered_list",
+                               "moe_experts_gathered", "moe_front", "moe_front_sharded"))
 
 
 def region_of(kernels: Any, setting: Setting) -> Region:
@@ -69,10 +69,12 @@ def check(module: str, region: Region, setting: Setting, config: Mapping[str, An
 def bind(module: str, region: Region, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any],
          blocks: int) -> tuple[Any, dict[str, torch.Tensor]]:
     """The launch, and its workspace."""
-    made = modules()[module]
-    made.multiprocessors = lambda device: blocks
+    made = modules()
+    warp_emulator.set_multiprocessors(made, blocks)
     scratch = {name: allocate(one, "cpu") for name, one in scratch_of(region, config).items()}
-    return made.bind(make_call(arguments_of(region), tensors, scratch=scratch, config=config)), scratch
+    launch = made[module].bind(make_call(arguments_of(region), tensors, scratch=scratch, config=config))
+    assert launch.grid == (blocks, 1, 1)
+    return launch, scratch
 
 
 @pytest.mark.parametrize(("rows", "tp", "experts", "numerics", "bulk"), [
@@ -163,7 +165,7 @@ def test_sharded_front_of_all_ranks(experts: int, top_k: int, rows: int) -> None
     model = replace(ROUTED, experts=experts, top_k=top_k)
     setting = Setting("small", model, 2, rows, 1, choices=kernel_check.SHARDED)
     made = modules()["moe_front_sharded"]
-    made.multiprocessors = lambda device: 4
+    warp_emulator.set_multiprocessors(modules(), 4)
 
     def run(launch: Any, everything: list[torch.Tensor], seed: int) -> None:
         for one in launch.launches:

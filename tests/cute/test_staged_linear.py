@@ -41,8 +41,14 @@ EVERY_CONFIG = [pytest.param(width, columns, dict(config), id=f"{width}x{columns
 
 
 @cache
-def emulated() -> Any:
-    return warp_emulator.load(("moe_parts", "skinny_linear", "staged_linear"))["staged_linear"]
+def modules() -> dict[str, Any]:
+    return warp_emulator.load(("moe_parts", "skinny_linear", "staged_linear"))
+
+
+def emulated(blocks: int) -> Any:
+    """The kernel's module on a GPU of so many multiprocessors."""
+    warp_emulator.set_multiprocessors(modules(), blocks)
+    return modules()["staged_linear"]
 
 
 def call_of(rows: int, width: int, columns: int, config: dict[str, Any], *, device: str = "cpu", gap: int = 0,
@@ -70,8 +76,7 @@ def call_of(rows: int, width: int, columns: int, config: dict[str, Any], *, devi
 ], ids=str)
 def test_products(rows: int, width: int, columns: int, warps: int, ring_kb: int, blocks: int, gap: int,
                   dtype: torch.dtype, bulk: bool) -> None:
-    module = emulated()
-    module.multiprocessors = lambda device: blocks
+    module = emulated(blocks)
     torch.manual_seed(rows)
     config = {"warps": warps, "columns": columns_each(columns, warps, 448), "ring_kb": ring_kb, "bulk": bulk}
     call = call_of(rows, width, columns, config, gap=gap, dtype=dtype)
@@ -84,9 +89,7 @@ def test_products(rows: int, width: int, columns: int, warps: int, ring_kb: int,
 
 @pytest.mark.parametrize("case", CASES)
 def test_small_models(case: kernel_check.Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = emulated()
-    blocks = max(3, -(-count_rows(row_groups(case.region)) // (MOST_TILES * TILE - 2)))
-    module.multiprocessors = lambda device: blocks
+    module = emulated(blocks=max(3, -(-count_rows(row_groups(case.region)) // (MOST_TILES * TILE - 2))))
 
     def entry_point(entry: str) -> Any:
         def bound(call: Call) -> Any:
@@ -101,8 +104,7 @@ def test_small_models(case: kernel_check.Case, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("width", "columns", "config"), EVERY_CONFIG)
 def test_real_shapes(width: int, columns: int, config: dict[str, Any]) -> None:
     """The first two blocks of a GPU's, with all that they touch."""
-    module = emulated()
-    module.multiprocessors = lambda device: 132
+    module = emulated(blocks=132)
     call = call_of(2, width, columns, config)
     launch = module.bind(call)
     end = 2 * width // launch.parameters.blocks

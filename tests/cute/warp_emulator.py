@@ -362,6 +362,11 @@ def load(names: Sequence[str]) -> dict[str, types.ModuleType]:
     return made
 
 
+def set_multiprocessors(made: Mapping[str, types.ModuleType], count: int) -> None:
+    """Kernels of ``load`` that have a block on each multiprocessor have ``count`` blocks."""
+    made["moe_parts"].ABSENT_MULTIPROCESSORS = count  # type: ignore[attr-defined]
+
+
 def _execute(module: types.ModuleType, fakes: Mapping[str, Any]) -> types.ModuleType:
     tree = ast.parse(inspect.getsource(module))
     for function in tree.body:
