@@ -13,8 +13,6 @@ from ..compiler.launches import Usage
 from .launching import KernelLaunch, compile_kernel
 
 TARGETS = ("sm_90a", "sm_100a", "sm_103a")
-# bytes a block may ask for: 227 KB
-SHARED_LIMIT = 232448
 
 _REGISTERS, _FRAME = 0x2F, 0x11  # attributes of .nv.info: registers a thread, bytes of local memory a thread
 _INSTRUCTION = 16  # bytes; the lower 12 bits are its operation

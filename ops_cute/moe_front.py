@@ -48,7 +48,7 @@ from .moe_parts import (
     await_phase,
     copy_bulk,
     expect_bytes,
-    init_barrier,
+    init_barriers,
     is_late,
     look,
     multiprocessors,
@@ -69,12 +69,10 @@ CHAINS = 4  # sums of a warp that do not wait for each other
 def start_ring(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
     """Makes the barriers; all threads meet."""
     if thread == 0:
-        for slot in cutlass.range_constexpr(p.slots):
-            init_barrier(shared + where["full"] + 8 * slot, 1)
-            init_barrier(shared + where["empty"] + 8 * slot, WARPS)
-        for buffer in cutlass.range_constexpr(2):
-            init_barrier(shared + where["partials_full"] + 8 * buffer, WARPS)
-            init_barrier(shared + where["partials_empty"] + 8 * buffer, 1)
+        init_barriers(shared + where["full"], p.slots, 1)
+        init_barriers(shared + where["empty"], p.slots, WARPS)
+        init_barriers(shared + where["partials_full"], 2, WARPS)
+        init_barriers(shared + where["partials_empty"], 2, 1)
         publish_barriers()
     cute.arch.sync_threads()
 

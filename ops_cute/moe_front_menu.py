@@ -8,7 +8,8 @@ from ..compiler.call import Scratch
 from ..compiler.fusions import MOE_FRONT_SHARDED, refuse_pairs, row_groups
 from ..compiler.kernel import KernelDef, Region
 from .all_reduce_attn_res_menu import mailbox
-from .moe_front_plan import SHARED_LIMIT, TILE, TOKENS, Static
+from .moe_front_plan import TILE, TOKENS, Static
+from .shared_memory import LIMIT
 
 ARCH = ("sm_90", "sm_100", "sm_103")
 MOST_RANKS = 32  # a report has a bit for each
@@ -66,7 +67,7 @@ def _fits(region: Region, slots: int) -> bool:
     plan = Static(
         tokens=tokens, columns=columns, router=router, plain=plain, pairs=pairs, top_k=1, blocks=1, slots=slots,
         stride_x=0, stride_f=0, stride_a=0, beta=1.0, linear_beta=1.0, renormalize=True, scaling=1.0, dependent=False)
-    return plan.place()["end"] <= SHARED_LIMIT
+    return plan.place()["end"] <= LIMIT
 
 
 def configs(region: Region) -> list[dict[str, Any]]:

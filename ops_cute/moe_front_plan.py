@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .shared_memory import lay_out
+
 TOKENS = 8  # rows of x: half of a matrix instruction's 16
 TILE = 8  # weight rows of a unit: columns of a matrix instruction
 BLOCK = 32  # columns that 4 lanes take of a row with 16 bytes each
@@ -11,7 +13,6 @@ THREADS = 32 * (WARPS + 3)
 CHUNK = 32  # most blocks of a row in one slot of the ring
 PAD = 64  # bytes between rows of a slot, so that two rows of 64 bytes lie on different banks
 PARTIALS = WARPS * 32 * 8  # bytes of one sum over warps: 2 fp32 a lane
-SHARED_LIMIT = 232448  # bytes of a thread block
 
 
 @dataclass(frozen=True)
@@ -97,14 +98,9 @@ class Static:
 
     def place(self) -> dict[str, int]:
         """Where things lie in shared memory, and its bytes under "end"."""
-        sizes = {
+        return lay_out({
             "ring": self.slots * self.slot_bytes, "partials": 2 * PARTIALS, "full": 8 * self.slots,
             "empty": 8 * self.slots, "partials_full": 16, "partials_empty": 16, "keys": 8 * 32 * self.keys,
             "scores": 4 * 32 * self.keys, "best": 4 * 32, "best_scores": 4 * 32,
             "tops": 8 * 32 * self.routers, "found": 4,
-        }
-        found, at = {}, 0
-        for name, size in sizes.items():
-            found[name] = at
-            at += -(-size // 16) * 16
-        return found | {"end": at}
+        })

@@ -21,6 +21,12 @@ def init_barrier(at: Any, arrivals: int) -> None:
     ptx(f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", [], [at])
 
 
+def init_barriers(at: Any, count: int, arrivals: int) -> None:
+    """``count`` barriers in a row: of the slots of a ring, or of the buffers of sums."""
+    for index in range(count):
+        init_barrier(at + 8 * index, arrivals)
+
+
 def publish_barriers() -> None:
     """Makes initialised barriers known to the copy engine. The threads still have to meet."""
     ptx("fence.mbarrier_init.release.cluster;", [], [])

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from k3plan.ops_cute.compile_check import SHARED_LIMIT
+from k3plan.ops_cute.shared_memory import LIMIT
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden/cross/cute.json"
@@ -56,7 +56,7 @@ def test_almost_nothing_spills(table: dict[str, dict[str, Any]]) -> None:
 
 def test_shared_memory_fits(table: dict[str, dict[str, Any]]) -> None:
     large = [f"{where}: {usage[1]} bytes" for where, usage in _each(table)
-             if not isinstance(usage, str) and usage[1] > SHARED_LIMIT]
+             if not isinstance(usage, str) and usage[1] > LIMIT]
     assert not large, "\n".join(large)
 
 

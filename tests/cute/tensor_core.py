@@ -329,9 +329,9 @@ INSTRUCTIONS = {function.__name__: function for function in (
     allocate, deallocate, fence_before, fence_shared, store_columns, await_stores, load_columns, copy_scales, multiply,
     multiply_bf16, commit, load_four, store_many, copy_small, scale_byte, to_e4m3, from_e4m3)}
 INSTRUCTIONS["fence_after"] = fence_after
-MODULES = ("mxfp4", "mxfp8", "moe_parts", "tensor_memory", "moe_experts_call",
-           "moe_experts_block_scaled_list", "moe_experts_block_scaled_weights", "moe_experts_block_scaled_rows",
-           "moe_experts_block_scaled_copy", "moe_experts_block_scaled")
+MODULES = ("experts.mxfp4", "experts.mxfp8", "moe_parts", "experts.tensor_memory", "experts.call",
+           "experts.block_scaled_list", "experts.block_scaled_weights", "experts.block_scaled_rows",
+           "experts.block_scaled_copy", "experts.moe_experts_block_scaled")
 
 
 def load() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from test_moe_emulated import BESIDE, SMALL, region_of, tensors_of
 
 from k3plan.compiler.kernel import Region
 from k3plan.graphs.launch import allocate, arguments_of, make_call, scratch_of
-from k3plan.ops_cute import moe_experts_block_scaled_menu as menu
+from k3plan.ops_cute.experts import moe_experts_block_scaled_menu as menu
 
 BF16, MXFP8 = kernel_check.PLAIN, kernel_check.FP8
 
@@ -35,7 +35,7 @@ def check(region: Region, setting: Setting, config: Mapping[str, Any], blocks: i
     warp_emulator.set_multiprocessors(made, blocks)
     tensors = tensors_of(region, kernel_check.make_inputs(region, setting, 0, "cpu"))
     scratch = {name: allocate(one, "cpu") for name, one in scratch_of(region, config).items()}
-    launch = made["moe_experts_block_scaled"].bind(
+    launch = made["experts.moe_experts_block_scaled"].bind(
         make_call(arguments_of(region), tensors, scratch=scratch, config=config))
     assert launch.grid == (blocks, 1, 1)
     cores = []
@@ -126,15 +126,15 @@ def _too_early(barrier: Any) -> None:
 
 
 FAULTS = {
-    "a stage is free before its products have ended": ("moe_experts_block_scaled", "commit", _too_early),
+    "a stage is free before its products have ended": ("experts.moe_experts_block_scaled", "commit", _too_early),
     "weights are handed over before they are stored": (
-        "moe_experts_block_scaled_weights", "await_stores", lambda: None),
-    "rows are not fenced for the tensor core": ("moe_experts_block_scaled_rows", "fence_shared", lambda: None),
+        "experts.block_scaled_weights", "await_stores", lambda: None),
+    "rows are not fenced for the tensor core": ("experts.block_scaled_rows", "fence_shared", lambda: None),
     "scales of rows are in another lane": (
-        "moe_experts_block_scaled_rows", "scale_place", lambda row, group: (row ^ 1) * 16 + (group & 3)),
+        "experts.block_scaled_rows", "scale_place", lambda row, group: (row ^ 1) * 16 + (group & 3)),
     "columns of weights are not in the order of rows": (
-        "moe_experts_block_scaled_weights", "weight_words", lambda word, weights: (word & 0x1C1C1C1C,) * 2),
-    "two sums share a place": ("moe_experts_block_scaled", "_sums_of", None),
+        "experts.block_scaled_weights", "weight_words", lambda word, weights: (word & 0x1C1C1C1C,) * 2),
+    "two sums share a place": ("experts.moe_experts_block_scaled", "_sums_of", None),
 }
 
 
@@ -154,7 +154,7 @@ def test_the_emulator_sees_that(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_emulator_sees_a_slot_that_nobody_frees(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = modules()["moe_experts_block_scaled"]
+    made = modules()["experts.moe_experts_block_scaled"]
     arrive, freed = made.arrive, []
 
     def forget(at: Any, count: int = 1, guard: Any = 1) -> None:

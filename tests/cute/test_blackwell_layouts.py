@@ -32,9 +32,10 @@ from k3plan.compiler.spec import Choices, Parallel
 from k3plan.face import kernels, tuning
 from k3plan.graphs.bench import random_inputs
 from k3plan.graphs.launch import bind_region
-from k3plan.ops_cute import blackwell_layouts as layouts
-from k3plan.ops_cute import moe_experts_block_scaled_menu as menu
-from k3plan.ops_cute.moe_experts_block_scaled_plan import SHARED_LIMIT, TILE, Static
+from k3plan.ops_cute.experts import blackwell_layouts as layouts
+from k3plan.ops_cute.experts import moe_experts_block_scaled_menu as menu
+from k3plan.ops_cute.experts.block_scaled_plan import TILE, Static
+from k3plan.ops_cute.shared_memory import LIMIT
 
 FORMATS = ("e4m3", "e2m1")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -166,9 +167,9 @@ def test_scales_of_128_rows_are_a_block_of_the_copy() -> None:
 
 def test_bf16_is_the_sum_of_two_terms() -> None:
     """Exactly above 2^-13 of a group's largest, and to 2^-21 of it below."""
-    from k3plan.ops_cute.mxfp8 import LEAST, LOW_SHIFT
+    from k3plan.ops_cute.experts.mxfp8 import LEAST, LOW_SHIFT
 
-    made = tensor_core.load()["mxfp8"]
+    made = tensor_core.load()["experts.mxfp8"]
     generator = torch.Generator().manual_seed(0)
     for exponent in range(-30, 4):
         x = (torch.randn(32, generator=generator) * 2.0**exponent).bfloat16().float()
@@ -187,7 +188,7 @@ def test_bf16_is_the_sum_of_two_terms() -> None:
 
 
 def test_one_term_is_the_op() -> None:
-    made = tensor_core.load()["mxfp8"]
+    made = tensor_core.load()["experts.mxfp8"]
     generator = torch.Generator().manual_seed(1)
     for exponent in range(-20, 20):
         x = torch.randn(32, generator=generator) * 2.0**exponent
@@ -213,7 +214,7 @@ PLANS = [plan(tokens, inter, local, terms, blocks) for tokens, (inter, local), t
 @pytest.mark.parametrize("p", PLANS, ids=lambda p: f"{p.tokens}-{p.inter}x{p.local}-{p.terms}-{p.blocks}")
 def test_sizes_fit_and_lie_right(p: Static) -> None:
     where = p.place()
-    assert where["end"] <= SHARED_LIMIT
+    assert where["end"] <= LIMIT
     assert p.tensor_columns <= layouts.COLUMNS
     assert where["ring"] % 128 == where["rows"] % 128 == where["row_scales"] % 128 == p.slot_bytes % 16 == 0
     assert p.operand_bytes % 128 == p.down_bytes % 16 == p.down_scales % 16 == 0
@@ -336,7 +337,7 @@ def test_it_compiles_and_spills_nothing(target: str, rows: int, activation: str,
         usage = compile_launch(launch, target)
         assert usage.registers <= 96, usage
         assert usage.spilled == 0, usage
-        assert usage.shared <= SHARED_LIMIT
+        assert usage.shared <= LIMIT
         p, found = launch.parameters, operations(compile_kernel(launch, target).cubin)
         # a product for each group of a step, issued once and not in a loop over the warp's lanes
         assert found.count(UTCQMMA) == p.slice + p.down_slice

@@ -12,7 +12,7 @@ import real_shapes
 import torch
 from test_moe import EXPERTS, RealSetting
 
-from k3plan.ops_cute import moe_experts_block_scaled_menu as menu
+from k3plan.ops_cute.experts import moe_experts_block_scaled_menu as menu
 
 
 def cases() -> list[kernel_check.Case]:

@@ -27,10 +27,12 @@ from k3plan.compiler.passes.shard import algebra_of, shard_graph
 from k3plan.compiler.spec import Choices, Parallel
 from k3plan.graphs.bench import random_inputs
 from k3plan.graphs.launch import bind_region
-from k3plan.ops_cute import moe_experts_menu, moe_front_menu
-from k3plan.ops_cute.moe_experts_gathered_plan import Gathered
-from k3plan.ops_cute.moe_experts_plan import FRAGMENT, PARTIALS, SHARED_LIMIT, TILE, TOKENS, WARPS, Static
+from k3plan.ops_cute import moe_front_menu
+from k3plan.ops_cute.experts import moe_experts_menu
+from k3plan.ops_cute.experts.gathered_plan import Gathered
+from k3plan.ops_cute.experts.plan import PARTIALS, TILE, TOKENS, WARPS, Static
 from k3plan.ops_cute.moe_front_plan import Static as FrontStatic
+from k3plan.ops_cute.shared_memory import FRAGMENT, LIMIT
 
 EXPERTS = 64  # of 896: enough that rows share some and not all
 
@@ -71,7 +73,7 @@ def permute(a: np.ndarray, b: int, selector: int) -> np.ndarray:
 
 def decoded(words: np.ndarray) -> np.ndarray:
     """The 8 weights of i32 words, in the order of the columns, by the kernel's own function."""
-    from k3plan.ops_cute.mxfp4 import PAIRS, decode
+    from k3plan.ops_cute.experts.mxfp4 import PAIRS, decode
 
     found = np.zeros((*words.shape, 8))
     for pair, (first, second) in zip(decode(words, permute, 0), PAIRS, strict=True):
@@ -146,7 +148,7 @@ def test_gathered_experts_have_their_places(p: Gathered) -> None:
     assert p.items * p.run == p.tiles
     assert p.rounds_of_rows * p.blocks >= p.tokens
     if p.inter == 192:
-        assert where["end"] <= SHARED_LIMIT
+        assert where["end"] <= LIMIT
 
 
 def test_front_covers_its_rows_and_reads_without_conflicts() -> None:
@@ -156,7 +158,7 @@ def test_front_covers_its_rows_and_reads_without_conflicts() -> None:
                         renormalize=True, scaling=1.0, dependent=False)
         assert p.units * 8 == router + plain + 2 * pairs
         assert p.chunk * p.chunks * 32 == columns
-        assert p.place()["end"] <= SHARED_LIMIT
+        assert p.place()["end"] <= LIMIT
         # a quarter of a warp reads 16 bytes of 2 rows
         assert len({(r * p.row_bytes // 16 + q) % 8 for r in range(2) for q in range(4)}) == 8
 
@@ -244,7 +246,7 @@ def matrix_product(a: list[np.ndarray], b: list[np.ndarray]) -> np.ndarray:
 
 def group_product(first: np.ndarray, second: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Rows ``first`` and ``second`` (words of 32 lanes) against 8 tokens' 32 columns ``x`` [8, 32]: [16, 8]."""
-    from k3plan.ops_cute.mxfp4 import PAIRS
+    from k3plan.ops_cute.experts.mxfp4 import PAIRS
 
     lanes = np.arange(32)
     weights = [decoded(words)[:, pair] for pair in (list(p) for p in PAIRS) for words in (first, second)]
@@ -275,7 +277,7 @@ def test_a_unit_of_gate_and_up_rows_multiplies_like_the_reference() -> None:
 
 def test_published_activations_are_the_operand_of_the_second_half() -> None:
     """Where the finishing warp's lanes put rows 0 to 7 of a unit, and which column each number then stands for."""
-    from k3plan.ops_cute.mxfp4 import PAIRS
+    from k3plan.ops_cute.experts.mxfp4 import PAIRS
 
     fragment = [[-1, -1] for _ in range(4)]
     for row in range(8):
@@ -301,7 +303,7 @@ def test_kernels_compile_for_every_target_and_spill_next_to_nothing(target: str,
             usage = compile_launch(launch, target)
             assert usage.registers <= 96, usage
             assert usage.spilled <= 16, usage
-            assert usage.shared <= SHARED_LIMIT
+            assert usage.shared <= LIMIT
 
 
 def real_regions(rows: int, kernels: tuple) -> list:

@@ -23,7 +23,8 @@ from k3plan.compiler.kernel import Menu, Region
 from k3plan.compiler.ops import OPS
 from k3plan.graphs.launch import allocate, arguments_of, make_call, scratch_of
 from k3plan.graphs.load import TORCH_DTYPES
-from k3plan.ops_cute import moe_experts_menu, moe_front_menu
+from k3plan.ops_cute import moe_front_menu
+from k3plan.ops_cute.experts import moe_experts_menu
 
 SMALL = replace(kernel_check.K3, hidden=128, latent=128, moe_intermediate=64, shared_experts=1, experts=12, top_k=3)
 # 5 shared experts: 20 and 10 matrix instructions a row on 1 and 2 ranks, for 16 warps
@@ -33,9 +34,10 @@ ROUTED = replace(SMALL, experts=64, top_k=5, latent=64)
 
 @cache
 def modules() -> dict[str, Any]:
-    return warp_emulator.load(("mxfp4", "moe_parts", "mailbox", "moe_topk", "moe_experts_call", "moe_experts_dot",
-                               "moe_experts_list", "moe_experts_copy", "moe_experts", "moe_experts_gathered_list",
-                               "moe_experts_gathered", "moe_front", "moe_front_sharded"))
+    return warp_emulator.load(("experts.mxfp4", "moe_parts", "mailbox", "moe_topk", "experts.call", "experts.dot",
+                               "experts.work_list", "experts.copy_weights", "experts.moe_experts",
+                               "experts.gathered_list", "experts.moe_experts_gathered", "moe_front",
+                               "moe_front_sharded"))
 
 
 def region_of(kernels: Any, setting: Setting) -> Region:
@@ -83,7 +85,7 @@ def bind(module: str, region: Region, tensors: Mapping[str, torch.Tensor], confi
 def test_experts(rows: int, tp: int, experts: str, numerics: Any, bulk: bool) -> None:
     setting = Setting("small", SMALL, tp, rows, 1, experts, numerics)
     region = region_of(moe_experts_menu.KERNELS[:1], setting)
-    check("moe_experts", region, setting, {"slots": 2, "bulk": bulk}, blocks=3)
+    check("experts.moe_experts", region, setting, {"slots": 2, "bulk": bulk}, blocks=3)
 
 
 @pytest.mark.parametrize(("rows", "tp", "experts", "numerics", "blocks", "slots", "run", "same"), [
@@ -98,7 +100,7 @@ def test_gathered_experts(rows: int, tp: int, experts: str, numerics: Any, block
 
     setting = Setting("small", SMALL, tp, rows, 1, experts, numerics)
     region = region_of(moe_experts_menu.KERNELS[2:3], setting)
-    check("moe_experts_gathered", region, setting, {"slots": slots, "run": run}, blocks, change=choose)
+    check("experts.moe_experts_gathered", region, setting, {"slots": slots, "run": run}, blocks, change=choose)
 
 
 @pytest.mark.parametrize(("rows", "tp", "experts", "bulk", "slots", "blocks"), [
@@ -107,7 +109,8 @@ def test_experts_and_the_shared_product_beside(rows: int, tp: int, experts: str,
                                                blocks: int) -> None:
     """Both are right, and the experts' part is to the bit what they make alone."""
     setting = Setting("small", BESIDE, tp, rows, 1, experts, kernel_check.PLAIN if bulk else kernel_check.FP8)
-    compare_with_alone("moe_experts", moe_experts_menu.KERNELS[:2], setting, {"slots": slots, "bulk": bulk}, blocks)
+    compare_with_alone("experts.moe_experts", moe_experts_menu.KERNELS[:2], setting, {"slots": slots, "bulk": bulk},
+                       blocks)
 
 
 @pytest.mark.parametrize(("rows", "tp", "experts", "blocks", "slots", "run"), [
@@ -115,8 +118,8 @@ def test_experts_and_the_shared_product_beside(rows: int, tp: int, experts: str,
 def test_gathered_experts_and_the_shared_product_beside(rows: int, tp: int, experts: str, blocks: int, slots: int,
                                                         run: int) -> None:
     setting = Setting("small", BESIDE, tp, rows, 1, experts)
-    compare_with_alone("moe_experts_gathered", moe_experts_menu.KERNELS[2:], setting, {"slots": slots, "run": run},
-                       blocks)
+    compare_with_alone("experts.moe_experts_gathered", moe_experts_menu.KERNELS[2:], setting,
+                       {"slots": slots, "run": run}, blocks)
 
 
 def compare_with_alone(module: str, kernels: Any, setting: Setting, config: Mapping[str, Any], blocks: int) -> None:
@@ -134,7 +137,7 @@ def compare_with_alone(module: str, kernels: Any, setting: Setting, config: Mapp
 def test_a_rank_without_experts_of_the_step_has_the_shared_product(bulk: bool) -> None:
     setting = Setting("small", BESIDE, 2, 2, 1, "ep")
     region = region_of(moe_experts_menu.KERNELS[1:2], setting)
-    tensors = check("moe_experts", region, setting, {"slots": 2, "bulk": bulk}, 3,
+    tensors = check("experts.moe_experts", region, setting, {"slots": 2, "bulk": bulk}, 3,
                     change=lambda inputs: inputs["ids"].fill_(0))
     assert not tensors[region.binding["out"]].any()
     assert tensors[region.binding["s"]].any()

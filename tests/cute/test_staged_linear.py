@@ -19,8 +19,9 @@ from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.fusions import row_groups
 from k3plan.compiler.kernel import Menu
 from k3plan.graphs import launch as launching
-from k3plan.ops_cute.compile_check import SHARED_LIMIT, TARGETS, WAIT, operations
+from k3plan.ops_cute.compile_check import TARGETS, WAIT, operations
 from k3plan.ops_cute.launching import compile_kernel
+from k3plan.ops_cute.shared_memory import LIMIT
 from k3plan.ops_cute.skinny_linear_menu import TILE, count_rows
 from k3plan.ops_cute.staged_linear import AT_ONCE, bind, place_units
 from k3plan.ops_cute.staged_linear_menu import FEWEST_BLOCKS, KERNELS, MOST_TILES, candidates, columns_each
@@ -156,7 +157,7 @@ def test_no_unit_lies_on_another_that_is_still_to_be_read(heights: tuple[int, ..
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_ring_is_on_its_way_before_the_wait(config: dict[str, Any], target: str) -> None:
     launch = bind(call_of(1, 3216, 7168, dict(config), device="meta", dependent=True))
-    assert launch.shared <= SHARED_LIMIT
+    assert launch.shared <= LIMIT
     p = launch.parameters
     found = operations(compile_kernel(launch, target).cubin)
     assert found.count(WAIT) == 1

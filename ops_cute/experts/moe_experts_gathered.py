@@ -46,19 +46,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..compiler.call import Call, Launch
-from .launching import KernelLaunch, await_producers, named, start_dependents
-from .moe_experts import MULTIPLIERS, MULTIPLYING
-from .moe_experts_call import read_call, rounds
-from .moe_experts_copy import copy_by_rows, first_side
-from .moe_experts_dot import add_warps, dot_chunk, dot_unit, free_slot, hand_over, look_at_chunk, reload
-from .moe_experts_gathered_list import members_of, pair_at, sort
-from .moe_experts_gathered_plan import MOST_TOKENS, Config, Gathered
-from .moe_experts_plan import FRAGMENT, PARTIALS, STEP, THREADS, TILE, TOKENS, WARPS
-from .moe_parts import (
+from ...compiler.call import Call, Launch
+from ..launching import KernelLaunch, await_producers, named, start_dependents
+from ..moe_parts import (
     arrive,
     await_phase,
     init_barrier,
+    init_barriers,
     is_late,
     load_matrices,
     load_word,
@@ -69,8 +63,7 @@ from .moe_parts import (
     situ,
     store_word,
 )
-from .mxfp4 import WEIGHT_EXPONENT, pack_f16
-from .primitives import (
+from ..primitives import (
     lane_xor,
     load_shared,
     load_words,
@@ -82,6 +75,15 @@ from .primitives import (
     store_shared,
     store_words,
 )
+from ..shared_memory import FRAGMENT
+from .call import read_call, rounds
+from .copy_weights import copy_by_rows, first_side
+from .dot import add_warps, dot_chunk, dot_unit, free_slot, hand_over, look_at_chunk, reload
+from .gathered_list import members_of, pair_at, sort
+from .gathered_plan import MOST_TOKENS, Config, Gathered
+from .moe_experts import MULTIPLIERS, MULTIPLYING
+from .mxfp4 import WEIGHT_EXPONENT, pack_f16
+from .plan import PARTIALS, STEP, THREADS, TILE, TOKENS, WARPS
 
 COPIER, ZEROING, FINISHER = WARPS, WARPS + 1, WARPS + 2
 
@@ -100,12 +102,10 @@ def acquire() -> None:
 def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
     """Barriers, and no bit of any expert."""
     if thread == 0:
-        for slot in cutlass.range_constexpr(p.slots):
-            init_barrier(shared + where["full"] + 8 * slot, 1)
-            init_barrier(shared + where["empty"] + 8 * slot, WARPS)
-        for buffer in cutlass.range_constexpr(2):
-            init_barrier(shared + where["partials_full"] + 8 * buffer, WARPS)
-            init_barrier(shared + where["partials_empty"] + 8 * buffer, 2)
+        init_barriers(shared + where["full"], p.slots, 1)
+        init_barriers(shared + where["empty"], p.slots, WARPS)
+        init_barriers(shared + where["partials_full"], 2, WARPS)
+        init_barriers(shared + where["partials_empty"], 2, 2)
         init_barrier(shared + where["rows"], 1)
         publish_barriers()
     for start in cutlass.range_constexpr(0, 2 * p.local, THREADS):

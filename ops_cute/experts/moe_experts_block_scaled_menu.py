@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..compiler.call import Scratch
-from ..compiler.kernel import KernelDef, Region
+from ...compiler.call import Scratch
+from ...compiler.kernel import KernelDef, Region
+from ..shared_memory import LIMIT
 from .blackwell_layouts import FORMATS, LANES
-from .moe_experts_block_scaled_plan import SHARED_LIMIT, TOKENS, Static
+from .block_scaled_plan import TOKENS, Static
 from .moe_experts_menu import MOST_BLOCKS, PARITIES, refuse_beside, refuse_format
 
-ENTRY = "k3plan.ops_cute.moe_experts_block_scaled:bind"
+ENTRY = "k3plan.ops_cute.experts.moe_experts_block_scaled:bind"
 ARCH = ("sm_100", "sm_103")
 LIST_BITS = 992  # experts of a rank: 31 warps' worth, whose sums one warp adds up
 LEAST_BLOCKS = 132  # multiprocessors of any GPU of ``ARCH``, at least
@@ -81,7 +82,7 @@ def needs_bf16(region: Region) -> str | None:
 def configs(region: Region) -> list[dict[str, Any]]:
     """As much in flight as fits first; of the formats the one that needs nothing of the tensor core but what every
     8-bit operand does."""
-    fitting = [slots for slots in (8, 7, 6, 5, 4, 3, 2) if _plan(region, slots).place()["end"] <= SHARED_LIMIT]
+    fitting = [slots for slots in (8, 7, 6, 5, 4, 3, 2) if _plan(region, slots).place()["end"] <= LIMIT]
     return [{"slots": slots, "weights": weights} for weights in FORMATS for slots in fitting[:2]]
 
 

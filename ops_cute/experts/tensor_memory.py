@@ -12,7 +12,7 @@ from typing import Any
 
 from cutlass import Float32, Int32
 
-from .primitives import Words, ptx
+from ..primitives import Words, ptx
 
 
 def allocate(at: Any, columns: int) -> None:

@@ -12,8 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from .moe_experts_plan import FRAGMENT, TILE
-from .moe_parts import (
+from ..moe_parts import (
     arrive_copied,
     await_phase,
     copy_async,
@@ -22,7 +21,9 @@ from .moe_parts import (
     load_word,
     stream_policy,
 )
-from .primitives import select
+from ..primitives import select
+from ..shared_memory import FRAGMENT
+from .plan import TILE
 
 LIST_MASK = 0xFFFF  # of a word of the list of experts: its number
 

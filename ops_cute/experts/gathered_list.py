@@ -10,12 +10,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .moe_experts_copy import LIST_MASK
-from .moe_experts_dot import largest_magnitude, over_lanes, pairs_of, rounded
-from .moe_experts_plan import FRAGMENT, THREADS, TOP_EXPONENT, WARPS
-from .moe_parts import load_word, set_bits, store_word
+from ..moe_parts import load_word, set_bits, store_word
+from ..primitives import lane_value, load_shared, load_words, maximum, ptx, select, store_shared, store_words, unpack
+from ..shared_memory import FRAGMENT
+from .copy_weights import LIST_MASK
+from .dot import largest_magnitude, over_lanes, pairs_of, rounded
 from .mxfp4 import WEIGHT_EXPONENT, biased_exponent, largest_of, power_of_two
-from .primitives import lane_value, load_shared, load_words, maximum, ptx, select, store_shared, store_words, unpack
+from .plan import THREADS, TOP_EXPONENT, WARPS
 
 
 def publish_row(count: Any, at: Any, factor: Any) -> None:

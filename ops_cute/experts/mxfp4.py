@@ -18,7 +18,7 @@ from typing import Any
 
 from cutlass import Float32, Int32
 
-from .primitives import Words, maximum, ptx
+from ..primitives import Words, maximum, ptx
 
 GROUP = 32  # columns of one scale
 WORD = 8  # weights

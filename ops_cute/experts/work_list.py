@@ -11,9 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from .moe_experts_plan import TOKENS
-from .moe_parts import load_byte, load_word, set_bits, store_byte, store_word
-from .primitives import load_words, select
+from ..moe_parts import load_byte, load_word, set_bits, store_byte, store_word
+from ..primitives import load_words, select
+from .plan import TOKENS
 
 
 @cute.jit

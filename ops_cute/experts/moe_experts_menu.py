@@ -4,13 +4,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..compiler.call import Scratch
-from ..compiler.kernel import KernelDef, Region
-from .moe_experts_gathered_plan import MOST_TOKENS, Gathered
-from .moe_experts_plan import SHARED_LIMIT, STEP, TILE, TOKENS, Static
+from ...compiler.call import Scratch
+from ...compiler.kernel import KernelDef, Region
+from ..shared_memory import LIMIT
+from .gathered_plan import MOST_TOKENS, Gathered
+from .plan import STEP, TILE, TOKENS, Static
 
-ENTRY = "k3plan.ops_cute.moe_experts:bind"
-GATHERED = "k3plan.ops_cute.moe_experts_gathered:bind"
+ENTRY = "k3plan.ops_cute.experts.moe_experts:bind"
+GATHERED = "k3plan.ops_cute.experts.moe_experts_gathered:bind"
 ARCH = ("sm_90", "sm_100", "sm_103")
 LIST_BITS = 1024  # experts of a rank: a word of 32 for each lane
 MOST_BLOCKS = 256  # epochs that are kept, one for each block
@@ -66,7 +67,7 @@ def needs_side(region: Region) -> str | None:
 
 def _fits(region: Region, slots: int, blocks: int = 132, run: int = 0) -> bool:
     """Whether a ring of ``slots`` fits a block's shared memory. More blocks have fewer columns each, so less."""
-    return _plan(region, slots, blocks, run).place()["end"] <= SHARED_LIMIT
+    return _plan(region, slots, blocks, run).place()["end"] <= LIMIT
 
 
 def _plan(region: Region, slots: int, blocks: int, run: int) -> Static:

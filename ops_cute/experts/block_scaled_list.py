@@ -12,9 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from .moe_experts_block_scaled_plan import CHUNK, THREADS, Static
-from .moe_parts import load_word, set_bits, store_word
-from .primitives import load_words, select
+from ..moe_parts import load_word, set_bits, store_word
+from ..primitives import load_words, select
+from .block_scaled_plan import CHUNK, THREADS, Static
 
 
 def flag(condition: Any) -> Any:

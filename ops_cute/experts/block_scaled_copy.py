@@ -13,10 +13,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from ..moe_parts import arrive_copied, await_phase, copy_async, load_word, stream_policy
+from ..primitives import select
 from .blackwell_layouts import LANES
-from .moe_experts_block_scaled_plan import PIECE, TILE, Static
-from .moe_parts import arrive_copied, await_phase, copy_async, load_word, stream_policy
-from .primitives import select
+from .block_scaled_plan import PIECE, TILE, Static
 from .tensor_memory import copy_small
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..shared_memory import FRAGMENT, lay_out, round_up
 from .blackwell_layouts import COLUMNS, DEPTH, LANES, QUARTER, SCALE_BLOCK, SCALES
+from .sizes import Sizes
 
 TILE = 64  # gate rows of a unit, and as many up rows: the instruction's 128
 TOKENS = 64  # most rows of a step
@@ -18,15 +20,10 @@ SLICE = 8  # most groups of a step
 PASS = 32  # most pairs of token and expert that an item multiplies at once
 CHUNK = 8  # rows that the finishers take at a time, the least of the instruction
 STAGES = 2
-PIECE = 16  # bytes of one asynchronous copy
+PIECE = FRAGMENT  # bytes of one asynchronous copy
 EXPANDERS, FINISHERS, STAGERS, COPIERS = 8, 4, 4, 2  # warps; one more multiplies
 THREADS = 32 * (EXPANDERS + FINISHERS + STAGERS + COPIERS + 1)
-SHARED_LIMIT = 232448  # bytes of a block
 ITEM_BYTES = 20480  # of an item where experts are small
-
-
-def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -38,38 +35,14 @@ class Config:
     weights: str = "e4m3"
 
 
-@dataclass(frozen=True)
-class Static:
+@dataclass(frozen=True, kw_only=True)
+class Static(Sizes):
     """What the kernel is compiled for. Sizes in bytes where they say so, else in elements."""
 
-    tokens: int
-    top_k: int
-    width: int  # columns of x and of W1 and W3
-    inter: int
-    out_width: int
-    local: int  # experts here
-    experts: int  # in all
-    blocks: int
-    slots: int
     weights: str
     terms: int  # e4m3 numbers for one of x and of the activations: 1 for MXFP8, 2 for bf16
-    stride_x: int
-    stride_out: int
-    beta: float
-    linear_beta: float
-    dependent: bool
-    # the projection beside the experts: columns and rows of its weight, 0 without it
-    side_width: int = 0
-    side_rows: int = 0
-    stride_a: int = 0
-    stride_s: int = 0
 
     # work
-
-    @property
-    def groups(self) -> int:
-        """Scale groups of a row of x."""
-        return self.width // DEPTH
 
     @property
     def slice(self) -> int:
@@ -87,10 +60,6 @@ class Static:
         return -(-self.inter // TILE)
 
     @property
-    def inter_groups(self) -> int:
-        return self.inter // DEPTH
-
-    @property
     def down_slice(self) -> int:
         """Groups of a step of the second half."""
         return max(n for n in range(1, SLICE + 1) if self.inter_groups % n == 0)
@@ -98,30 +67,6 @@ class Static:
     @property
     def down_slices(self) -> int:
         return self.inter_groups // self.down_slice
-
-    @property
-    def columns(self) -> int:
-        """Columns of the result, rows of W2, of one block."""
-        return -(-self.out_width // self.blocks)
-
-    @property
-    def column_blocks(self) -> int:
-        """Blocks that have columns: the last ones, since the first have most units."""
-        return -(-self.out_width // self.columns)
-
-    @property
-    def pairs(self) -> int:
-        return self.tokens * self.top_k
-
-    @property
-    def most(self) -> int:
-        """Entries of the list of distinct experts."""
-        return min(self.local, self.pairs)
-
-    @property
-    def words(self) -> int:
-        """Words of the bit set of experts."""
-        return -(-self.local // 32)
 
     @property
     def together(self) -> int:
@@ -147,11 +92,6 @@ class Static:
     @property
     def down_pitch(self) -> int:
         return PIECE * (self.inter_groups | 1)
-
-    @property
-    def down_scales(self) -> int:
-        """Bytes that surely hold a block's scales of one expert: they begin anywhere, a copy on 16 bytes."""
-        return round_up(self.columns * self.inter_groups, PIECE) + PIECE
 
     @property
     def down_bytes(self) -> int:
@@ -234,7 +174,7 @@ class Static:
 
     def place(self) -> dict[str, int]:
         """Where things lie in shared memory, and its bytes under "end"."""
-        sizes = {
+        return lay_out({
             "ring": self.slots * self.slot_bytes, "rows": STAGES * self.operand_bytes,
             "row_scales": STAGES * self.scale_words * SCALE_BLOCK,
             # up sums of 8 rows of a unit on their way to their gates; all sums of a pass of an item
@@ -244,9 +184,4 @@ class Static:
             "sums_full": 16, "sums_empty": 16, "tensor": 4, "bits": 4 * self.words, "before": 4 * self.words,
             "count": 4, "chunks": 4 * 32, "list": 4 * self.most, "tokens": 8 * (self.most + 1),
             "start": 4 * (self.most + 1), "pairs": 4 * self.pairs, "weights": 4 * self.pairs,
-        }
-        found, at = {}, 0
-        for name, size in sizes.items():
-            found[name] = at
-            at += round_up(size, 128 if name in ("ring", "rows", "row_scales") else 16)
-        return found | {"end": at}
+        }, {"ring": 128, "rows": 128, "row_scales": 128})

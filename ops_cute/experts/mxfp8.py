@@ -10,7 +10,7 @@ from typing import Any
 
 from cutlass import Float32, Int32
 
-from .primitives import ptx
+from ..primitives import ptx
 
 LOW_SHIFT = 4  # binary places between the scales of the two terms
 LEAST, MOST = 1, 253  # E8M0 bytes of scales; their reciprocals are normal fp32

@@ -1,9 +1,10 @@
-"""Sizes of ``cute.moe_experts_gathered``: what differs from ``moe_experts_plan.py``. Pure functions, no cutlass."""
+"""Sizes of ``cute.moe_experts_gathered``: what differs from ``plan.py``. Pure functions, no cutlass."""
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .moe_experts_plan import FRAGMENT, PARTIALS, THREADS, TOKENS, WARPS, Static
+from ..shared_memory import FRAGMENT, lay_out
+from .plan import PARTIALS, THREADS, TOKENS, WARPS, Static
 
 MOST_TOKENS = 64  # two words of bits
 
@@ -16,14 +17,9 @@ class Config:
     run: int = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gathered(Static):
     """What the kernel is compiled for. ``tokens`` are up to ``MOST_TOKENS``; an expert takes its own by eights."""
-
-    @property
-    def pairs(self) -> int:
-        """Tokens times their experts."""
-        return self.tokens * self.top_k
 
     @property
     def items(self) -> int:
@@ -75,21 +71,14 @@ class Gathered(Static):
         sorting = {"masks": 8 * self.local, "starts": 4 * self.local, "sizes": 4 * 32 * self.rounds_of_rows}
         products = 4 * self.product_stride * self.pairs
         before = sum(sorting.values()) + 3 * FRAGMENT + 4 * PARTIALS
-        sizes = {
+        found = lay_out({
             "ring": self.slots * self.slot_bytes, "products": max(products, before),
             "full": 8 * self.slots, "empty": 8 * self.slots, "partials_full": 16,
             "partials_empty": 16, "rows": 8, "count": 4, "totals": 4 * 32, "list": 4 * (self.most + 1),
             "pairs": 4 * self.pairs, "factors": 4 * self.tokens,
-        }
-        found, at = {}, 0
-        for name, size in sizes.items():
-            found[name] = at
-            at += -(-size // FRAGMENT) * FRAGMENT
-        inside = found["products"]
-        for name, size in sorting.items():
-            found[name] = inside
-            inside += -(-size // FRAGMENT) * FRAGMENT
-        return found | {"partials": inside, "end": at}
+        })
+        inside = lay_out(sorting, start=found["products"])
+        return {**inside, **found, "partials": inside["end"]}
 
 
 assert MOST_TOKENS % TOKENS == 0

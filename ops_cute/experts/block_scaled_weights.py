@@ -12,11 +12,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from ..moe_parts import arrive, await_phase, load_byte, load_word
+from ..primitives import select
 from .blackwell_layouts import LANES, QUARTER, SCALES, weight_column, weight_words
-from .moe_experts_block_scaled_list import span
-from .moe_experts_block_scaled_plan import PIECE, Static
-from .moe_parts import arrive, await_phase, load_byte, load_word
-from .primitives import select
+from .block_scaled_list import span
+from .block_scaled_plan import PIECE, Static
 from .tensor_memory import await_stores, fence_after, fence_before, load_four, store_columns
 
 

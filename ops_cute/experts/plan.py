@@ -3,17 +3,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GROUP = 32  # columns of one MXFP4 scale
+from ..shared_memory import FRAGMENT, lay_out, round_up
+from .sizes import Sizes
+
 TOKENS = 8  # columns of a matrix instruction's second operand
 WARPS = 16  # that multiply; two more copy, one finishes activations
 THREADS = 32 * (WARPS + 3)
 TILE = 8  # rows of W1 and as many of W3: the two halves of a matrix instruction's 16
 STEP = 16  # columns of bf16 of one matrix instruction
 CHUNK = 6  # most groups of a row of W2 whose activations a warp holds
-FRAGMENT = 16  # bytes: 8 columns of one lane, or 4 fp32 of one lane
 PARTIALS = WARPS * 32 * FRAGMENT  # bytes of one sum over warps
 TOP_EXPONENT = 15  # fp16 activations stay below 2^15
-SHARED_LIMIT = 232448  # bytes of a block
 
 
 def _least_each(parts: int) -> int:
@@ -30,37 +30,13 @@ class Config:
     bulk: bool = True
 
 
-@dataclass(frozen=True)
-class Static:
+@dataclass(frozen=True, kw_only=True)
+class Static(Sizes):
     """What the kernel is compiled for. Sizes in bytes where they say so, else in elements."""
 
-    tokens: int
-    top_k: int
-    width: int  # columns of x and of W1 and W3
-    inter: int
-    out_width: int
-    local: int  # experts here
-    experts: int  # in all
-    blocks: int
-    slots: int
     bulk: bool
-    stride_x: int
-    stride_out: int
-    beta: float
-    linear_beta: float
     rounds: bool  # activations to MXFP8
-    dependent: bool
-    # the projection beside the experts: columns and rows of its weight, 0 without it
-    side_width: int = 0
-    side_rows: int = 0
-    stride_a: int = 0
-    stride_s: int = 0
     run: int = 1  # units of one expert that a block does one after the other
-
-    @property
-    def groups(self) -> int:
-        """Scale groups of a row of x."""
-        return self.width // GROUP
 
     @property
     def own_groups(self) -> int:
@@ -108,10 +84,6 @@ class Static:
         return FRAGMENT * (self.side_width // 8 | 1)
 
     @property
-    def inter_groups(self) -> int:
-        return self.inter // GROUP
-
-    @property
     def chunk(self) -> int:
         """Groups of a row of W2 that a warp multiplies at a time."""
         return max(n for n in range(1, CHUNK + 1) if self.inter_groups % n == 0)
@@ -121,23 +93,8 @@ class Static:
         return self.inter_groups // self.chunk
 
     @property
-    def columns(self) -> int:
-        """Columns of the result, rows of W2, of one block."""
-        return -(-self.out_width // self.blocks)
-
-    @property
     def column_tiles(self) -> int:
         return -(-self.columns // 16)
-
-    @property
-    def column_blocks(self) -> int:
-        """Blocks that have columns: the last ones, since the first have most units of the first half."""
-        return -(-self.out_width // self.columns)
-
-    @property
-    def down_scales(self) -> int:
-        """Bytes that surely hold a block's scales of one expert: they begin anywhere, a copy on 16 bytes."""
-        return -(-self.columns * self.inter_groups // 16) * 16 + 16
 
     @property
     def down_bytes(self) -> int:
@@ -158,17 +115,7 @@ class Static:
     @property
     def slot_bytes(self) -> int:
         side_bytes = 2 * TILE * self.side_row_bytes if self.side_width else 0
-        return -(-max(self.up_bytes, side_bytes, self.together * self.down_bytes) // 128) * 128
-
-    @property
-    def most(self) -> int:
-        """Entries of the list of distinct experts."""
-        return min(self.local, self.tokens * self.top_k)
-
-    @property
-    def words(self) -> int:
-        """Words of the bit set of experts."""
-        return -(-self.local // 32)
+        return round_up(max(self.up_bytes, side_bytes, self.together * self.down_bytes), 128)
 
     @property
     def act_exponent(self) -> int:
@@ -180,15 +127,10 @@ class Static:
 
     def place(self) -> dict[str, int]:
         """Where things lie in shared memory, and its bytes under "end"."""
-        sizes = {
+        return lay_out({
             "ring": self.slots * self.slot_bytes, "partials": max(4, self.column_tiles) * PARTIALS,
             "full": 8 * self.slots, "empty": 8 * self.slots, "partials_full": 16, "partials_empty": 16,
             "listed": 8, "known": 4 * self.words, "inverse": self.local,
             "bits": 4 * self.words, "before": 4 * self.words, "count": 4, "list": 4 * self.most,
-            "weights": 4 * self.tokens * self.top_k, "places": self.most * TOKENS,
-        }
-        found, at = {}, 0
-        for name, size in sizes.items():
-            found[name] = at
-            at += -(-size // 16) * 16
-        return found | {"end": at}
+            "weights": 4 * self.pairs, "places": self.most * TOKENS,
+        })

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..compiler.call import Call
-from .launching import row_alignment, row_stride
+from ...compiler.call import Call
+from ..launching import row_alignment, row_stride
+from ..moe_parts import multiprocessors
 from .moe_experts_menu import LIST_BITS, MOST_BLOCKS, PARITIES
-from .moe_parts import multiprocessors
 
 WEIGHTS = ("ids", "weights", "w1", "w3", "s1", "s3", "w2", "s2")
 S = TypeVar("S")

@@ -12,13 +12,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from ..moe_parts import arrive, await_phase, is_late, load_word, look, store_byte
+from ..primitives import lane_xor, load_words, maximum, select, unpack
 from .blackwell_layouts import SCALE_BLOCK, row_place, scale_place
-from .moe_experts_block_scaled_list import flag, padded_rows, span
-from .moe_experts_block_scaled_plan import PIECE, Static
-from .moe_parts import arrive, await_phase, is_late, load_word, look, store_byte
+from .block_scaled_list import flag, padded_rows, span
+from .block_scaled_plan import PIECE, Static
 from .mxfp4 import power_of_two
 from .mxfp8 import LEAST, LOW_SHIFT, scale_byte, terms_of
-from .primitives import lane_xor, load_words, maximum, select, unpack
 from .tensor_memory import fence_shared, store_many
 
 AHEAD = 4  # loads of 16 bytes that a lane has under way, of activations for each term

@@ -8,9 +8,9 @@ Beside them, when the pattern has it, the shared expert's down-projection: ``s``
 ``w`` bf16 [N, K] transposed, N a multiple of 16 and K of 16, this rank's part of a sum over ranks.
 
 Layout: one block on each multiprocessor, three kinds of warps. Every distinct expert is read once, whoever chose it:
-one warp sorts the ids by a bit set (``moe_experts_list.py``). The first row's experts differ, so they begin the list as
+one warp sorts the ids by a bit set (``work_list.py``). The first row's experts differ, so they begin the list as
 they are and stream before the others are sorted.
-* The copier (``moe_experts_copy.py``) streams weights through a ring of slots in shared memory: first the units of 8
+* The copier (``copy_weights.py``) streams weights through a ring of slots in shared memory: first the units of 8
   gate and 8 up rows that are this block's (every ``blocks``-th of all experts' units), then units of 16 rows of ``w``
   (the count goes on, so blocks differ by one unit in all), then of every expert the rows of W2 that make this block's
   columns. It never waits for anything but a free slot, so W2 is on its way while the first half computes. With
@@ -65,28 +65,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..compiler.call import Call, Launch
-from .launching import KernelLaunch, await_producers, named, start_dependents
-from .moe_experts_call import read_call, rounds
-from .moe_experts_copy import copy_by_lanes, copy_by_rows, copy_units, first_side
-from .moe_experts_dot import (
-    add_warps,
-    dot_chunk,
-    dot_unit,
-    free_slot,
-    hand_over,
-    largest_magnitude,
-    look_at_chunk,
-    over_lanes,
-    pairs_of,
-    rounded,
-)
-from .moe_experts_list import list_experts, list_first_row, place_row
-from .moe_experts_plan import FRAGMENT, STEP, THREADS, TILE, TOKENS, TOP_EXPONENT, WARPS, Config, Static
-from .moe_parts import (
+from ...compiler.call import Call, Launch
+from ..launching import KernelLaunch, await_producers, named, start_dependents
+from ..moe_parts import (
     arrive,
     await_phase,
     init_barrier,
+    init_barriers,
     is_late,
     load_matrices,
     load_signed_byte,
@@ -97,14 +82,7 @@ from .moe_parts import (
     situ,
     store_word,
 )
-from .mxfp4 import (
-    WEIGHT_EXPONENT,
-    biased_exponent,
-    largest_of,
-    pack_f16,
-    power_of_two,
-)
-from .primitives import (
+from ..primitives import (
     lane_value,
     lane_xor,
     load_shared,
@@ -117,6 +95,30 @@ from .primitives import (
     store_words,
     unpack,
 )
+from ..shared_memory import FRAGMENT
+from .call import read_call, rounds
+from .copy_weights import copy_by_lanes, copy_by_rows, copy_units, first_side
+from .dot import (
+    add_warps,
+    dot_chunk,
+    dot_unit,
+    free_slot,
+    hand_over,
+    largest_magnitude,
+    look_at_chunk,
+    over_lanes,
+    pairs_of,
+    rounded,
+)
+from .mxfp4 import (
+    WEIGHT_EXPONENT,
+    biased_exponent,
+    largest_of,
+    pack_f16,
+    power_of_two,
+)
+from .plan import STEP, THREADS, TILE, TOKENS, TOP_EXPONENT, WARPS, Config, Static
+from .work_list import list_experts, list_first_row, place_row
 
 COPIER, SECOND, FINISHER = WARPS, WARPS + 1, WARPS + 2
 MULTIPLYING = 32 * WARPS  # threads
@@ -362,12 +364,10 @@ def _store_columns(out: Any, total: Any, step: Any, block: Any, thread: Any, sha
 def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
     """Barriers, an empty set of experts, no place of a token anywhere."""
     if thread == 0:
-        for slot in cutlass.range_constexpr(p.slots):
-            init_barrier(shared + where["full"] + 8 * slot, 1 if p.bulk else 32)
-            init_barrier(shared + where["empty"] + 8 * slot, WARPS)
-        for buffer in cutlass.range_constexpr(2):
-            init_barrier(shared + where["partials_full"] + 8 * buffer, WARPS)
-            init_barrier(shared + where["partials_empty"] + 8 * buffer, p.finishers)
+        init_barriers(shared + where["full"], p.slots, 1 if p.bulk else 32)
+        init_barriers(shared + where["empty"], p.slots, WARPS)
+        init_barriers(shared + where["partials_full"], 2, WARPS)
+        init_barriers(shared + where["partials_empty"], 2, p.finishers)
         init_barrier(shared + where["listed"], 1)
         publish_barriers()
     if thread < p.words:

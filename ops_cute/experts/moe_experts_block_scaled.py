@@ -72,7 +72,30 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..compiler.call import Call, Launch
+from ...compiler.call import Call, Launch
+from ..launching import KernelLaunch, await_producers, named, start_dependents
+from ..moe_parts import (
+    arrive,
+    await_phase,
+    init_barriers,
+    load_word,
+    publish,
+    publish_barriers,
+    situ,
+    store_byte,
+    store_word,
+)
+from ..primitives import (
+    lane_xor,
+    load_shared,
+    load_words,
+    pack,
+    select,
+    store_half,
+    store_shared,
+    store_words,
+)
+from ..shared_memory import round_up
 from .blackwell_layouts import (
     FACTORS,
     LANES,
@@ -87,11 +110,9 @@ from .blackwell_layouts import (
     shared_descriptor,
     weight_column,
 )
-from .launching import KernelLaunch, await_producers, named, start_dependents
-from .moe_experts_block_scaled_copy import copy_weights
-from .moe_experts_block_scaled_list import flag, list_experts, padded_rows, span
-from .moe_experts_block_scaled_menu import LIST_BITS
-from .moe_experts_block_scaled_plan import (
+from .block_scaled_copy import copy_weights
+from .block_scaled_list import flag, list_experts, padded_rows, span
+from .block_scaled_plan import (
     CHUNK,
     COPIERS,
     EXPANDERS,
@@ -104,34 +125,13 @@ from .moe_experts_block_scaled_plan import (
     TOKENS,
     Config,
     Static,
-    round_up,
 )
-from .moe_experts_block_scaled_rows import stage_activations, stage_rows, stage_side
-from .moe_experts_block_scaled_weights import expand_down, expand_side, expand_up, stage_at
-from .moe_experts_call import read_call, rounds
-from .moe_parts import (
-    arrive,
-    await_phase,
-    init_barrier,
-    load_word,
-    publish,
-    publish_barriers,
-    situ,
-    store_byte,
-    store_word,
-)
+from .block_scaled_rows import stage_activations, stage_rows, stage_side
+from .block_scaled_weights import expand_down, expand_side, expand_up, stage_at
+from .call import read_call, rounds
+from .moe_experts_block_scaled_menu import LIST_BITS
 from .mxfp4 import power_of_two
 from .mxfp8 import LEAST, LOW_SHIFT, scale_byte, terms_of
-from .primitives import (
-    lane_xor,
-    load_shared,
-    load_words,
-    pack,
-    select,
-    store_half,
-    store_shared,
-    store_words,
-)
 from .tensor_memory import (
     allocate,
     commit,
@@ -364,15 +364,13 @@ def _store_result(out: Any, block: Any, thread: Any, shared: Any, where: cutlass
 def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
     """Barriers; no expert, no token of any, no result yet."""
     if thread == 0:
-        for slot in cutlass.range_constexpr(p.slots):
-            init_barrier(shared + where["full"] + 8 * slot, 32)
-            init_barrier(shared + where["empty"] + 8 * slot, EXPANDERS)
-        for stage in cutlass.range_constexpr(STAGES):
-            # all threads of a team, and of the stagers
-            init_barrier(shared + where["stage_full"] + 8 * stage, LANES + 32 * STAGERS)
-            init_barrier(shared + where["stage_empty"] + 8 * stage, 1)
-            init_barrier(shared + where["sums_full"] + 8 * stage, 1)
-            init_barrier(shared + where["sums_empty"] + 8 * stage, 32 * FINISHERS)
+        init_barriers(shared + where["full"], p.slots, 32)
+        init_barriers(shared + where["empty"], p.slots, EXPANDERS)
+        # all threads of a team, and of the stagers
+        init_barriers(shared + where["stage_full"], STAGES, LANES + 32 * STAGERS)
+        init_barriers(shared + where["stage_empty"], STAGES, 1)
+        init_barriers(shared + where["sums_full"], STAGES, 1)
+        init_barriers(shared + where["sums_empty"], STAGES, 32 * FINISHERS)
         publish_barriers()
     for index in cutlass.range(thread, p.words, THREADS, unroll=1):
         store_word(shared + where["bits"] + index * 4, Int32(0))

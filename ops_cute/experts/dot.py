@@ -11,10 +11,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .moe_experts_plan import FRAGMENT, PARTIALS, TILE, WARPS, Static
-from .moe_parts import arrive, await_phase, load_byte, load_matrices, look
+from ..moe_parts import arrive, await_phase, load_byte, load_matrices, look
+from ..primitives import Words, lane_xor, load_shared, maximum, ptx, select, store_shared
+from ..shared_memory import FRAGMENT
 from .mxfp4 import PAIRS, dot_group, pack_f16, round_to_e4m3, scale_of, unpack_f16
-from .primitives import Words, lane_xor, load_shared, maximum, ptx, select, store_shared
+from .plan import PARTIALS, TILE, WARPS, Static
 
 
 def pairs_of(values: Any) -> list[Any]:
