@@ -1,0 +1,51 @@
+"""What only a machine with GPUs can show: measurements and tests, in the order in which they are worth their time.
+
+`python .ci/gpu.py --list` prints them. A time is only worth something when nothing else runs on its GPU (``share`` 1),
+and a kernel that waits for another rank must not share a GPU with anybody else's (``gpus`` 2, or ``share`` 1).
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TP16, TP2 = "examples/k3-h200-tp16.yaml", "examples/k3-h200-tp2.yaml"
+ROWS = "1x1,1x8,8x1,64x1"
+TABLE = "ops_cute/tuned/h200.json"
+NEW = "cute.staged,cute.moe,cute.mla,cute.attn_res,cute.all_reduce,cute.kda"  # not timed in their present form
+
+
+@dataclass(frozen=True)
+class Job:
+    """A shell command. ``$OUT`` is its folder, ``$SECONDS_LEFT`` what it has; it is ended after ``limit`` seconds."""
+
+    name: str
+    command: str
+    limit: int
+    share: float = 1.0  # of a GPU's time
+    gpus: int = 1
+    asked: bool = False  # runs only when it is named
+
+
+JOBS = (
+    Job("ranks", "pytest -q -x -m gpu tests/distributed/test_on_gpus.py", 150, gpus=2),
+    Job("ranks-check", f"k3plan launch check {TP2} --set 'model.layers=[0,1,2,3,4]'", 100, gpus=2),
+    Job("ranks-bench", f"k3plan launch bench {TP2} --set 'model.layers=[0,1,2,3,4,5,6,7,8,9,10,11]'", 100, gpus=2),
+    Job("links", f"k3plan launch links {TP2}", 120, gpus=2),
+    Job("module-ranks", "pytest -q -m gpu tests/module/test_on_gpu.py -k two_ranks", 60, gpus=2),
+    # what was never timed in its present form, then the plan that follows from it
+    Job("tune", f"cp {TABLE} $OUT/h200.json && k3plan tune {TP16} --only {NEW} --rows {ROWS} "
+                "--seconds $((SECONDS_LEFT - 330)) --times $OUT/times.json --in-step --out $OUT/h200.json && "
+                f"cp $OUT/h200.json {TABLE} && k3plan bench {TP16} --profiles auto,stock --rows {ROWS}", 580),
+    Job("bench", f"k3plan bench {TP16} --profiles auto,stock --rows {ROWS}", 200, asked=True),
+    Job("buckets", f"k3plan graph record {TP16} --buckets --no-time --out $OUT/step.json", 240),
+    Job("step", f"k3plan graph record {TP16} --rows 1x1 --out $OUT/step.json && k3plan graph time $OUT/step.json", 90),
+    Job("numerics", f"k3plan tune {TP16} --only mla_attend,experts --rows 1x1,8x1 --seconds $((SECONDS_LEFT - 30)) "
+                    "--set numerics.kv_cache=fp8_e4m3 --set numerics.expert_activation=mxfp8 --out $OUT/fp8.json", 180),
+    # correct before fast: two of these share a GPU
+    Job("collectives", "pytest -q -m gpu tests/cute/test_collectives.py", 400),
+    Job("cute", "pytest -q -m gpu tests/cute/test_on_device.py -n 4", 300, share=0.5),
+    Job("experts", "pytest -q -m gpu tests/cute/test_moe.py tests/cute/test_moe_emulated.py -n 4", 200, share=0.5),
+    Job("staged", "pytest -q -m gpu tests/cute/test_staged_linear.py -n 2", 100, share=0.5),
+    Job("triton", "pytest -q -m gpu tests/math/test_kernels.py tests/math/test_query_exchange.py -n 6", 400, share=0.5),
+    Job("debugger", "pytest -q -m gpu tests/debug tests/graphs -n 2", 300, share=0.5),
+    Job("module", "pytest -q -m gpu tests/module -k 'not two_ranks'", 150, share=0.5),
+)
