@@ -15,7 +15,7 @@ from ..moe_parts import arrive, await_phase, load_byte, load_matrices, look
 from ..primitives import Words, lane_xor, load_shared, maximum, ptx, select, store_shared
 from ..shared_memory import FRAGMENT
 from .mxfp4 import PAIRS, dot_group, pack_f16, round_to_e4m3, scale_of, unpack_f16
-from .plan import PARTIALS, TILE, WARPS, Static
+from .plan import TILE, WARPS, Static
 
 
 def pairs_of(values: Any) -> list[Any]:
@@ -124,13 +124,14 @@ def free_slot(slot: Any, lane: Any, shared: Any, where: cutlass.Constexpr):
 
 
 @cute.jit
-def hand_over(sums: Any, more: Any, step: Any, warp: Any, lane: Any, shared: Any, where: cutlass.Constexpr):
+def hand_over(sums: Any, more: Any, step: Any, warp: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+              p: cutlass.Constexpr):
     """Gives this warp's sums of the two units of a step to the finishers."""
     buffer = step & 1
     await_phase(shared + where["partials_empty"] + buffer * 8, ((step >> 1) & 1) ^ 1)
-    at = shared + where["partials"] + buffer * (2 * PARTIALS) + (warp * 32 + lane) * FRAGMENT
+    at = shared + where["partials"] + buffer * (2 * p.partial_bytes) + (warp * 32 + lane) * FRAGMENT
     store_shared(at, sums)
-    store_shared(at + PARTIALS, more)
+    store_shared(at + p.partial_bytes, more)
     cute.arch.sync_warp()
     if lane == 0:
         arrive(shared + where["partials_full"] + buffer * 8)
@@ -138,15 +139,21 @@ def hand_over(sums: Any, more: Any, step: Any, warp: Any, lane: Any, shared: Any
 
 @cute.jit
 def add_warps(step: Any, lane: Any, shared: Any, half: cutlass.Constexpr, last: cutlass.Constexpr,
-              where: cutlass.Constexpr):
+              where: cutlass.Constexpr, p: cutlass.Constexpr):
     """A finisher: a lane's 4 sums of unit ``half`` of a step over the warps; ``last``: it needs nothing more of it."""
     buffer = step & 1
     await_phase(shared + where["partials_full"] + buffer * 8, (step >> 1) & 1)
-    at = shared + where["partials"] + buffer * (2 * PARTIALS) + half * PARTIALS + lane * FRAGMENT
+    at = shared + where["partials"] + buffer * (2 * p.partial_bytes) + half * p.partial_bytes + lane * FRAGMENT
     sums = load_shared(at, 4)
-    for warp in cutlass.range_constexpr(1, WARPS):
-        more = load_shared(at + warp * 32 * FRAGMENT, 4)
-        sums = [a + b for a, b in zip(sums, more, strict=True)]
+    if cutlass.const_expr(p.warps > WARPS):
+        # few registers: no more than 9 at once
+        for warp in cutlass.range(1, p.warps, unroll=9):
+            more = load_shared(at + warp * 32 * FRAGMENT, 4)
+            sums = [a + b for a, b in zip(sums, more, strict=True)]
+    else:
+        for warp in cutlass.range_constexpr(1, p.warps):
+            more = load_shared(at + warp * 32 * FRAGMENT, 4)
+            sums = [a + b for a, b in zip(sums, more, strict=True)]
     if cutlass.const_expr(last):
         cute.arch.sync_warp()
         if lane == 0:

@@ -16,16 +16,17 @@ they are and stream before the others are sorted.
   columns. It never waits for anything but a free slot, so W2 is on its way while the first half computes. With
   ``bulk`` one warp hands rows to the copy engine, without it two warps copy 16 bytes a lane (``cp.async``), slot by
   slot in turn;
-* 16 warps multiply. In the first half each has its columns of x as operands in registers, for the whole launch: of a
-  unit, gate rows are rows 0 to 7 of a matrix instruction, up rows are 8 to 15, tokens its 8 columns, so one lane has
-  the gate and the up of the same row. All tokens are multiplied with all experts of the step: the columns are free.
-  Two units are a step: one hand-over of sums for both, and the end of one overlaps with the begin of the other;
+* 16 warps multiply, or 28 with 64 registers a thread. In the first half each has its columns of x as operands in
+  registers, for the whole launch: of a unit, gate rows are rows 0 to 7 of a matrix instruction, up rows are 8 to 15,
+  tokens its 8 columns, so one lane has the gate and the up of the same row. All tokens are multiplied with all experts
+  of the step: the columns are free. Two units are a step: one hand-over of sums for both, and the end of one overlaps
+  with the begin of the other;
 * a unit of ``w`` is a matrix instruction's 16 rows as well, its columns split over the same warps, in bf16. It needs
   nothing of the experts: it is done while the last activations of the first half travel from block to block;
-* two finishers, one for each unit of a step, add up the 16 warps' sums, apply SiTU and publish the 8 activations of
+* two finishers, one for each unit of a step, add up the warps' sums, apply SiTU and publish the 8 activations of
   each pair; of a unit of ``w`` they store 16 columns of ``s``. Without ``bulk`` one of them copies and the other
   finishes both;
-* in the second half the 16 warps share the experts out. A block has its columns of all experts, so the weighted sum
+* in the second half the warps share the experts out. A block has its columns of all experts, so the weighted sum
   stays in registers and one sum over the warps ends it: no partial results in memory, no atomics, one order of
   addition. The next expert's activations are loaded into the registers of one as soon as it has used them.
 
@@ -54,7 +55,8 @@ Measured on one H200, weights cold: 42.2 us at 8 rows as one of the launches of 
 form with one unit a step, alone and with dependent launches: 8.7 at one row, 13.9 at 2, 24.3 at 4, 43.1 at 8; without
 products 8.0 at one row and 36.0 at 8, without copies 7.4 and 38.1. So neither memory nor the integer pipe alone is what
 is left: the pipe was busy for 60 % of the time, with four warps to hide what one waits for. The targets, 8 us and 38,
-are missed.
+are missed. 28 warps (configuration ``warps``: 4 scale groups of x each in place of 7, seven warps to a quarter of the
+multiprocessor) are for that; they have not been timed.
 Error against the fp32 reference on the H200: 0.51 to 0.53 of the bf16 chain's; with "mxfp8", 0.29 to 0.43.
 """
 from __future__ import annotations
@@ -117,11 +119,9 @@ from .mxfp4 import (
     pack_f16,
     power_of_two,
 )
-from .plan import STEP, THREADS, TILE, TOKENS, TOP_EXPONENT, WARPS, Config, Static
+from .plan import STEP, TILE, TOKENS, TOP_EXPONENT, Config, Static
 from .work_list import list_experts, list_first_row, place_row
 
-COPIER, SECOND, FINISHER = WARPS, WARPS + 1, WARPS + 2
-MULTIPLYING = 32 * WARPS  # threads
 MULTIPLIERS, COUNTED = 1, 2  # named barriers: of the warps that multiply; of all, that know the number of the launch
 
 
@@ -174,7 +174,7 @@ def _multiply_up(x: Any, factors: Any, count: Any, block: Any, warp: Any, lane: 
         if unit + p.blocks < count * p.tiles:
             more = _take_unit(x, factors, fill, warp, lane, shared, where, p)
             fill = fill + 1
-        hand_over(sums, more, step, warp, lane, shared, where)
+        hand_over(sums, more, step, warp, lane, shared, where, p)
         step = step + 1
     return fill, step
 
@@ -211,7 +211,7 @@ def _multiply_side(at: Any, fill: Any, step: Any, count: Any, block: Any, warp: 
         if unit + p.blocks < p.side_units:
             more = _take_side(a, fill, warp, lane, shared, where, p)
             fill = fill + 1
-        hand_over(sums, more, step, warp, lane, shared, where)
+        hand_over(sums, more, step, warp, lane, shared, where, p)
         step = step + 1
     return fill, step
 
@@ -225,7 +225,7 @@ def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, whic
     row, part = lane >> 2, lane & 3
     for first in cutlass.range(block, count * p.tiles, 2 * p.blocks, unroll=1):
         for half in cutlass.range_constexpr(which, 2, p.finishers):
-            sums = add_warps(step, lane, shared, half, half + p.finishers >= 2, where)
+            sums = add_warps(step, lane, shared, half, half + p.finishers >= 2, where, p)
             found = [situ(sums[i], sums[2 + i], p.beta, p.linear_beta) * 2.0**p.act_exponent for i in range(2)]
             # rows r and r + 2 make a word: lanes of r publish the first token's, those of r + 2 the second's
             upper = (row & 2) != 0
@@ -249,7 +249,7 @@ def _finish_side(out: Any, step: Any, count: Any, block: Any, lane: Any, shared:
     row, part = lane >> 2, lane & 3
     for first in cutlass.range(first_side(block, count, p), p.side_units, 2 * p.blocks, unroll=1):
         for half in cutlass.range_constexpr(which, 2, p.finishers):
-            words = pack(add_warps(step, lane, shared, half, half + p.finishers >= 2, where))
+            words = pack(add_warps(step, lane, shared, half, half + p.finishers >= 2, where, p))
             unit = first + half * p.blocks
             for i in cutlass.range_constexpr(4):
                 token = 2 * part + i % 2
@@ -293,17 +293,24 @@ def _add_item(total: Any, x: Any, source: Any, guard: Any, item: Any, slot: Any,
         at = shared + where["weights"] + select(held >= 0, reader * p.top_k + held, Int32(0)) * 4
         weights.append(select(held >= 0, load_word(at).bitcast(Float32), Float32(0.0)))
     rows = shared + where["ring"] + slot * p.slot_bytes + (index % p.together) * p.down_bytes
-    more = p.most * p.chunks > WARPS
+    more = p.most * p.chunks > p.warps
     tiles = dot_chunk(rows, inside, group0, x, lane, p, source if more else None, guard)
     for i in cutlass.range_constexpr(4 * p.column_tiles):
         total[i] = total[i] + weights[i & 1] * tiles[i // 4][i % 4]
     return total, x
 
 
+def _first_item(begin: Any, warp: Any, p: Static) -> Any:
+    """The first item of a warp from ``begin`` on: it has every ``warps``-th."""
+    if p.warps & (p.warps - 1) == 0:
+        return begin + ((warp - begin) & (p.warps - 1))
+    return begin + (warp - begin % p.warps + p.warps) % p.warps
+
+
 @cute.jit
 def _multiply_down(act: Any, fill: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
                    where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """The warps that multiply: every 16th chunk of an expert's rows for this block's columns; the sums stay in
+    """The warps that multiply: each its share of the chunks of experts' rows for this block's columns; the sums stay in
     registers. The activations of the next one come while one is multiplied, into the same registers."""
     total = [Float32(0.0)] * (4 * p.column_tiles)
     last = count * p.chunks
@@ -316,14 +323,14 @@ def _multiply_down(act: Any, fill: Any, count: Any, block: Any, warp: Any, lane:
         await_phase(shared + where["full"] + slot * 8, (turn // p.slots) & 1)
         begin = start * p.chunks
         end = cutlass.min(start + p.together, count) * p.chunks
-        for item in cutlass.range(begin + ((warp - begin) & (WARPS - 1)), end, WARPS, unroll=1):
+        for item in cutlass.range(_first_item(begin, warp, p), end, p.warps, unroll=1):
             late = is_late(x)
             while late != 0:
                 x = look_at_chunk(source, guard, p)
                 late = is_late(x)
             cute.arch.sync_warp()
             # a token that did not choose the expert has ones, and its weight is 0
-            source, guard = _source_of(act, item + WARPS, last, lane, shared, where, p)
+            source, guard = _source_of(act, item + p.warps, last, lane, shared, where, p)
             total, x = _add_item(total, x, source, guard, item, slot, block, lane, shared, where, p)
         free_slot(slot, lane, shared, where)
     return total
@@ -332,25 +339,25 @@ def _multiply_down(act: Any, fill: Any, count: Any, block: Any, warp: Any, lane:
 @cute.jit
 def _store_columns(out: Any, total: Any, step: Any, block: Any, thread: Any, shared: Any,
                    where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """The sums of the 16 warps, added and stored as bf16."""
+    """The sums of the warps, added and stored as bf16."""
     partials = shared + where["partials"]
     # the last sums of the first half may not have been read yet
     for buffer in cutlass.range_constexpr(2):
         uses = (step + 1 - buffer) >> 1
         await_phase(shared + where["partials_empty"] + buffer * 8, (uses & 1) ^ 1)
     for tile in cutlass.range_constexpr(p.column_tiles):
-        store_shared(partials + (tile * MULTIPLYING + thread) * FRAGMENT, total[4 * tile : 4 * tile + 4])
-    cute.arch.barrier(barrier_id=MULTIPLIERS, number_of_threads=MULTIPLYING)
+        store_shared(partials + (tile * p.multiplying + thread) * FRAGMENT, total[4 * tile : 4 * tile + 4])
+    cute.arch.barrier(barrier_id=MULTIPLIERS, number_of_threads=p.multiplying)
     first = (p.blocks - 1 - block) * p.columns
-    for start in cutlass.range_constexpr(0, p.tokens * p.columns, MULTIPLYING):
+    for start in cutlass.range_constexpr(0, p.tokens * p.columns, p.multiplying):
         index = thread + start
         token, row = index // p.columns, index % p.columns
         if (token < p.tokens) & (first + row < p.out_width):
             # row r and column t of a tile: lane 4 (r % 8) + t / 2, number 2 (r / 8) + t % 2
             inside = row & 15
-            at = partials + ((row >> 4) * MULTIPLYING + 4 * (inside & 7) + (token >> 1)) * FRAGMENT
+            at = partials + ((row >> 4) * p.multiplying + 4 * (inside & 7) + (token >> 1)) * FRAGMENT
             at = at + (2 * (inside >> 3) + (token & 1)) * 4
-            sum_of = [load_shared(at + warp * 32 * FRAGMENT) for warp in range(WARPS)]
+            sum_of = [load_shared(at + warp * 32 * FRAGMENT) for warp in range(p.warps)]
             value = sum_of[0]
             for more in sum_of[1:]:
                 value = value + more
@@ -365,15 +372,15 @@ def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Conste
     """Barriers, an empty set of experts, no place of a token anywhere."""
     if thread == 0:
         init_barriers(shared + where["full"], p.slots, 1 if p.bulk else 32)
-        init_barriers(shared + where["empty"], p.slots, WARPS)
-        init_barriers(shared + where["partials_full"], 2, WARPS)
+        init_barriers(shared + where["empty"], p.slots, p.warps)
+        init_barriers(shared + where["partials_full"], 2, p.warps)
         init_barriers(shared + where["partials_empty"], 2, p.finishers)
         init_barrier(shared + where["listed"], 1)
         publish_barriers()
     if thread < p.words:
         store_word(shared + where["bits"] + thread * 4, Int32(0))
         store_word(shared + where["known"] + thread * 4, Int32(0))
-    for start in cutlass.range_constexpr(0, p.most * TOKENS // 4, THREADS):
+    for start in cutlass.range_constexpr(0, p.most * TOKENS // 4, p.threads):
         store_word(shared + where["places"] + (thread + start) * 4, Int32(-1),
                    select(thread + start < p.most * TOKENS // 4, Int32(1), Int32(0)))
 
@@ -418,11 +425,12 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
     epoch = load_words(epochs, 1)[0]
     part = p.tokens * p.top_k * p.tiles * FRAGMENT
     act = at.act.toint() + Int64(epoch & 1) * part
-    if warp != FINISHER:
-        cute.arch.barrier_arrive(barrier_id=COUNTED, number_of_threads=THREADS, aligned=False)
-    if warp == COPIER:
+    copier, second, finisher = p.warps, p.warps + 1, p.warps + 2
+    if warp != finisher:
+        cute.arch.barrier_arrive(barrier_id=COUNTED, number_of_threads=p.threads, aligned=False)
+    if warp == copier:
         _copy(at, block, lane, shared, where, p)
-    elif warp == SECOND:
+    elif warp == second:
         if cutlass.const_expr(p.tokens > 1 or not p.early):
             list_experts(at, lane, shared, where, p)
         else:
@@ -435,12 +443,12 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
             _finish(at, act, count, block, lane, shared, 1, where, p)
         else:
             copy_by_lanes(at, count, Int32(1), block, lane, shared, where, p)
-    elif warp == FINISHER:
+    elif warp == finisher:
         # the other part was read by the launch before and has to be zero for the next
         before = at.act.toint() + Int64((epoch & 1) ^ 1) * part
         for index in cutlass.range(block * 32 + lane, part // FRAGMENT, p.blocks * 32, unroll=1):
             store_words(before + Int64(index) * FRAGMENT, [Int32(0)] * 4)
-        cute.arch.barrier(barrier_id=COUNTED, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=COUNTED, number_of_threads=p.threads)
         if lane == 0:
             store_words(epochs, [epoch + 1])
         count = _await_list(shared, where)
@@ -459,6 +467,7 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
 def bind(call: Call) -> Launch:
     """x, ids, rank, weights, w1, w3, s1, s3, w2, s2 -> out; with the projection beside, a, w -> s."""
     config = Config(**call.config)
-    static, arguments = read_call(call, Static, TOKENS, slots=config.slots, bulk=config.bulk, rounds=rounds(call))
-    return KernelLaunch(_moe_experts, (static.blocks, 1, 1), THREADS, arguments, static, shared=static.place()["end"],
-                        dependent=static.dependent)
+    static, arguments = read_call(call, Static, TOKENS, slots=config.slots, bulk=config.bulk, warps=config.warps,
+                                  rounds=rounds(call))
+    return KernelLaunch(_moe_experts, (static.blocks, 1, 1), static.threads, arguments, static,
+                        shared=static.place()["end"], dependent=static.dependent)

@@ -81,7 +81,7 @@ from .copy_weights import copy_by_rows, first_side
 from .dot import add_warps, dot_chunk, dot_unit, free_slot, hand_over, look_at_chunk, reload
 from .gathered_list import members_of, pair_at, sort
 from .gathered_plan import MOST_TOKENS, Config, Gathered
-from .moe_experts import MULTIPLIERS, MULTIPLYING
+from .moe_experts import MULTIPLIERS
 from .mxfp4 import WEIGHT_EXPONENT, pack_f16
 from .plan import PARTIALS, STEP, THREADS, TILE, TOKENS, WARPS
 
@@ -181,7 +181,7 @@ def _multiply_up(rows: Any, count: Any, block: Any, warp: Any, lane: Any, shared
                     cute.arch.sync_warp()
                     if lane == 0:
                         arrive(shared + where["empty"] + slots[i] * 8, guard=select(ends, Int32(1), Int32(0)))
-                hand_over(totals[0], totals[1], step, warp, lane, shared, where)
+                hand_over(totals[0], totals[1], step, warp, lane, shared, where, p)
                 step = step + 1
             fill = fill + 2
     return fill, step
@@ -205,7 +205,7 @@ def _multiply_side(at: Any, fill: Any, step: Any, count: Any, block: Any, warp: 
         if unit + p.blocks < p.side_units:
             more = _take_side(a, own, fill, lane, shared, where, p)
             fill = fill + 1
-        hand_over(sums, more, step, warp, lane, shared, where)
+        hand_over(sums, more, step, warp, lane, shared, where, p)
         step = step + 1
     return fill, step
 
@@ -268,7 +268,7 @@ def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, whic
                 columns = [first + 2 * part + i for i in range(2)]
                 pairs = [pair_at(start + c, c < members, shared, where) for c in columns]
                 factors = [load_shared(shared + where["factors"] + pair // p.top_k * 4) for pair in pairs]
-                sums = add_warps(step, lane, shared, which, True, where)
+                sums = add_warps(step, lane, shared, which, True, where, p)
                 found = [situ(sums[i] * factors[i], sums[2 + i] * factors[i], p.beta, p.linear_beta)
                          * 2.0**p.act_exponent for i in range(2)]
                 # rows r and r + 2 make a word: lanes of r publish the first token's, those of r + 2 the second's
@@ -368,13 +368,13 @@ def _multiply_down(act: Any, fill: Any, step: Any, count: Any, block: Any, warp:
 @cute.jit
 def _combine(at: Any, block: Any, thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
     """Adds up the lines of each token times its routing weights and stores bf16."""
-    cute.arch.barrier(barrier_id=MULTIPLIERS, number_of_threads=MULTIPLYING)
+    cute.arch.barrier(barrier_id=MULTIPLIERS, number_of_threads=p.multiplying)
     first = (p.blocks - 1 - block) * p.columns
     fours = p.product_stride // 4
     expert0 = Int32(0)
     if cutlass.const_expr(p.local < p.experts):
         expert0 = load_words(at.rank.toint(), 1)[0] * p.local
-    for index in cutlass.range(thread, p.tokens * fours, MULTIPLYING, unroll=1):
+    for index in cutlass.range(thread, p.tokens * fours, p.multiplying, unroll=1):
         token, row = index // fours, index % fours * 4
         total = [Float32(0.0)] * 4
         for i in cutlass.range_constexpr(p.top_k):

@@ -8,7 +8,7 @@ from ...compiler.call import Scratch
 from ...compiler.kernel import KernelDef, Region
 from ..shared_memory import LIMIT
 from .gathered_plan import MOST_TOKENS, Gathered
-from .plan import STEP, TILE, TOKENS, Static
+from .plan import MANY, STEP, TILE, TOKENS, WARPS, Static
 
 ENTRY = "k3plan.ops_cute.experts.moe_experts:bind"
 GATHERED = "k3plan.ops_cute.experts.moe_experts_gathered:bind"
@@ -65,12 +65,12 @@ def needs_side(region: Region) -> str | None:
     return needs(region)
 
 
-def _fits(region: Region, slots: int, blocks: int = 132, run: int = 0) -> bool:
+def _fits(region: Region, slots: int, blocks: int = 132, run: int = 0, warps: int = WARPS) -> bool:
     """Whether a ring of ``slots`` fits a block's shared memory. More blocks have fewer columns each, so less."""
-    return _plan(region, slots, blocks, run).place()["end"] <= LIMIT
+    return _plan(region, slots, blocks, run, warps).place()["end"] <= LIMIT
 
 
-def _plan(region: Region, slots: int, blocks: int, run: int) -> Static:
+def _plan(region: Region, slots: int, blocks: int, run: int, warps: int = WARPS) -> Static:
     """Sizes, as far as the shapes say them. ``run``: of the gathered form, 0 for the other."""
     w1, ids = region.value("w1").shape, region.value("ids").shape
     attrs = region.attrs("experts_gate_up")
@@ -79,13 +79,18 @@ def _plan(region: Region, slots: int, blocks: int, run: int) -> Static:
         run=run or 1, tokens=ids[0], top_k=ids[1], width=2 * w1[2], inter=w1[1],
         out_width=region.value("w2").shape[1], local=w1[0], experts=attrs["experts"], blocks=blocks,
         slots=slots, bulk=True, stride_x=0, stride_out=0, beta=1.0, linear_beta=1.0, rounds=False, dependent=False,
-        side_rows=side[0], side_width=side[1])
+        warps=warps, side_rows=side[0], side_width=side[1])
 
 
 def configs(region: Region) -> list[dict[str, Any]]:
-    """As much in flight as fits first; fewer slots leave room for a neighbour's blocks."""
+    """As much in flight as fits first; fewer slots leave room for a neighbour's blocks. Then with more warps, where
+    each has fewer columns to multiply and more of them hide what one waits for."""
     fitting = [slots for slots in (6, 4, 3, 2) if _fits(region, slots)]
-    return [{"slots": slots, "bulk": bulk} for bulk in (True, False) for slots in fitting]
+    found: list[dict[str, Any]] = [{"slots": slots, "bulk": bulk} for bulk in (True, False) for slots in fitting]
+    if _plan(region, 2, 132, 0, MANY).own_groups < _plan(region, 2, 132, 0).own_groups:
+        found += [{"slots": slots, "bulk": True, "warps": MANY} for slots in (5, 4, 3)
+                  if _fits(region, slots, warps=MANY)]
+    return found
 
 
 def gathered_configs(region: Region) -> list[dict[str, Any]]:

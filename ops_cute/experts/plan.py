@@ -7,27 +7,30 @@ from ..shared_memory import FRAGMENT, lay_out, round_up
 from .sizes import Sizes
 
 TOKENS = 8  # columns of a matrix instruction's second operand
-WARPS = 16  # that multiply; two more copy, one finishes activations
-THREADS = 32 * (WARPS + 3)
+WARPS = 16  # that multiply, where nothing says otherwise; two more copy, one finishes activations
+MANY = 28  # the most whose threads keep 64 registers beside those three
+HELPERS = 3
+THREADS = 32 * (WARPS + HELPERS)
 TILE = 8  # rows of W1 and as many of W3: the two halves of a matrix instruction's 16
 STEP = 16  # columns of bf16 of one matrix instruction
-CHUNK = 6  # most groups of a row of W2 whose activations a warp holds
+CHUNK = 6  # most groups of a row of W2 whose activations a warp holds; half as many where warps are many
 PARTIALS = WARPS * 32 * FRAGMENT  # bytes of one sum over warps
 TOP_EXPONENT = 15  # fp16 activations stay below 2^15
 
 
-def _least_each(parts: int) -> int:
+def _least_each(parts: int, warps: int) -> int:
     """As few for each as divide ``parts`` evenly over some of the warps."""
-    return min(n for n in range(1, parts + 1) if parts % n == 0 and parts // n <= WARPS)
+    return min(n for n in range(1, parts + 1) if parts % n == 0 and parts // n <= warps)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Slots of the ring of weights (fewer leave room for a neighbour on the multiprocessor), and who copies: one warp
-    by ``bulk`` copies of rows, or two warps 16 bytes a lane."""
+    """Slots of the ring of weights (fewer leave room for a neighbour on the multiprocessor), who copies: one warp by
+    ``bulk`` copies of rows, or two warps 16 bytes a lane, and how many warps multiply."""
 
     slots: int = 6
     bulk: bool = True
+    warps: int = WARPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +40,26 @@ class Static(Sizes):
     bulk: bool
     rounds: bool  # activations to MXFP8
     run: int = 1  # units of one expert that a block does one after the other
+    warps: int = WARPS  # that multiply
+
+    @property
+    def multiplying(self) -> int:
+        """Threads of the warps that multiply."""
+        return 32 * self.warps
+
+    @property
+    def threads(self) -> int:
+        return self.multiplying + 32 * HELPERS
+
+    @property
+    def partial_bytes(self) -> int:
+        """Of one sum over warps."""
+        return self.multiplying * FRAGMENT
 
     @property
     def own_groups(self) -> int:
-        """Of them those of one warp."""
-        return _least_each(self.groups)
+        """Scale groups of a row of x of one warp."""
+        return _least_each(self.groups, self.warps)
 
     @property
     def early(self) -> bool:
@@ -76,7 +94,7 @@ class Static(Sizes):
     @property
     def own_steps(self) -> int:
         """Of them those of one warp."""
-        return _least_each(self.side_steps)
+        return _least_each(self.side_steps, self.warps)
 
     @property
     def side_row_bytes(self) -> int:
@@ -86,7 +104,8 @@ class Static(Sizes):
     @property
     def chunk(self) -> int:
         """Groups of a row of W2 that a warp multiplies at a time."""
-        return max(n for n in range(1, CHUNK + 1) if self.inter_groups % n == 0)
+        most = CHUNK if self.warps <= WARPS else CHUNK // 2
+        return max(n for n in range(1, most + 1) if self.inter_groups % n == 0)
 
     @property
     def chunks(self) -> int:
@@ -110,7 +129,7 @@ class Static(Sizes):
     def together(self) -> int:
         """Experts in a slot of the second half."""
         fitting = max(1, self.up_bytes // self.down_bytes)
-        return min(WARPS, 1 << (fitting.bit_length() - 1))
+        return min(self.warps, 1 << (fitting.bit_length() - 1))
 
     @property
     def slot_bytes(self) -> int:
@@ -128,7 +147,7 @@ class Static(Sizes):
     def place(self) -> dict[str, int]:
         """Where things lie in shared memory, and its bytes under "end"."""
         return lay_out({
-            "ring": self.slots * self.slot_bytes, "partials": max(4, self.column_tiles) * PARTIALS,
+            "ring": self.slots * self.slot_bytes, "partials": max(4, self.column_tiles) * self.partial_bytes,
             "full": 8 * self.slots, "empty": 8 * self.slots, "partials_full": 16, "partials_empty": 16,
             "listed": 8, "known": 4 * self.words, "inverse": self.local,
             "bits": 4 * self.words, "before": 4 * self.words, "count": 4, "list": 4 * self.most,

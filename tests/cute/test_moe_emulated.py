@@ -88,6 +88,14 @@ def test_experts(rows: int, tp: int, experts: str, numerics: Any, bulk: bool) ->
     check("experts.moe_experts", region, setting, {"slots": 2, "bulk": bulk}, blocks=3)
 
 
+@pytest.mark.parametrize(("rows", "sizes"), [(1, {"latent": 896}), (2, {"moe_intermediate": 160})],
+                         ids=["each-a-group", "more-chunks-than-warps"])
+def test_experts_on_28_warps(rows: int, sizes: Mapping[str, int]) -> None:
+    setting = Setting("small", replace(SMALL, **sizes), 1, rows, 1, "tp", kernel_check.PLAIN)
+    region = region_of(moe_experts_menu.KERNELS[:1], setting)
+    check("experts.moe_experts", region, setting, {"slots": 2, "bulk": True, "warps": 28}, blocks=3)
+
+
 @pytest.mark.parametrize(("rows", "tp", "experts", "numerics", "blocks", "slots", "run", "same"), [
     (9, 1, "tp", kernel_check.PLAIN, 3, 2, 4, False), (17, 2, "tp", kernel_check.FP8, 4, 3, 2, True),
     (40, 2, "ep", kernel_check.PLAIN, 5, 2, 4, False)], ids=["few", "mxfp8-one-choice", "whole-experts"])
@@ -103,14 +111,15 @@ def test_gathered_experts(rows: int, tp: int, experts: str, numerics: Any, block
     check("experts.moe_experts_gathered", region, setting, {"slots": slots, "run": run}, blocks, change=choose)
 
 
-@pytest.mark.parametrize(("rows", "tp", "experts", "bulk", "slots", "blocks"), [
-    (1, 1, "tp", True, 2, 3), (2, 2, "tp", False, 3, 4), (8, 2, "ep", True, 2, 5), (8, 1, "tp", False, 2, 3)])
-def test_experts_and_the_shared_product_beside(rows: int, tp: int, experts: str, bulk: bool, slots: int,
-                                               blocks: int) -> None:
+@pytest.mark.parametrize(("rows", "tp", "experts", "bulk", "slots", "blocks", "warps"), [
+    (1, 1, "tp", True, 2, 3, 16), (2, 2, "tp", False, 3, 4, 16), (8, 2, "ep", True, 2, 5, 28),
+    (8, 1, "tp", False, 2, 3, 16)])
+def test_experts_and_the_shared_product_beside(rows: int, tp: int, experts: str, bulk: bool, slots: int, blocks: int,
+                                               warps: int) -> None:
     """Both are right, and the experts' part is to the bit what they make alone."""
     setting = Setting("small", BESIDE, tp, rows, 1, experts, kernel_check.PLAIN if bulk else kernel_check.FP8)
-    compare_with_alone("experts.moe_experts", moe_experts_menu.KERNELS[:2], setting, {"slots": slots, "bulk": bulk},
-                       blocks)
+    compare_with_alone("experts.moe_experts", moe_experts_menu.KERNELS[:2], setting,
+                       {"slots": slots, "bulk": bulk, "warps": warps}, blocks)
 
 
 @pytest.mark.parametrize(("rows", "tp", "experts", "blocks", "slots", "run"), [
