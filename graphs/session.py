@@ -46,7 +46,7 @@ def run_plan(plan: LaunchPlan, folder: str | Path, count: int, prompts: Sequence
 
     Raises CheckpointError, or BindError when the plan was made for another device or the prompts do not fit.
     """
-    texts = _prompts(plan, prompts)
+    texts = _prompts(plan, prompts, count)
     if max(b.bytes for b in plan.buffers.values()) < SMALL_WEIGHT:
         torch.set_num_threads(1)
     checkpoint = Checkpoint(folder)
@@ -71,17 +71,24 @@ def _device_name(executable: Executable) -> str:
     return "CPU" if executable.ranks[0].arena.device.type == "cpu" else "GPU"
 
 
-def _prompts(plan: LaunchPlan, given: Sequence[str] | None) -> list[list[int]]:
-    """Token ids of each sequence; without any, short fixed ones that differ."""
-    step, vocab = plan.spec.step, plan.spec.model.vocab
-    if not given:
-        return [[(7 * i + 11 * j + 3) % vocab for j in range(5 + i)] for i in range(step.sequences)]
+def _prompts(plan: LaunchPlan, given: Sequence[str] | None, count: int) -> list[list[int]]:
+    """Token ids of each sequence, with room for ``count`` more; without any, short fixed ones that differ."""
+    step, vocab, given = plan.spec.step, plan.spec.model.vocab, given or ()
     try:
         texts = [[int(token) for token in text.split(",")] for text in given]
     except ValueError:
         raise BindError(f"--prompt {' '.join(given)}: not token ids\n  fix: write numbers, such as 1,2,3") from None
+    texts = texts or [[(7 * i + 11 * j + 3) % vocab for j in range(5 + i)] for i in range(step.sequences)]
     if len(texts) != step.sequences:
         raise BindError(f"{len(texts)} prompts for {step.sequences} sequences\n  fix: give --prompt once for each")
+    unknown = [token for text in texts for token in text if not 0 <= token < vocab]
+    if unknown:
+        raise BindError(f"--prompt: the model has no token {unknown[0]}\n  fix: write numbers from 0 to {vocab - 1}")
+    longest = max(map(len, texts))
+    room = step.context - longest + 1  # the last token is not fed back
+    if count > room:
+        raise BindError(f"a prompt of {longest} tokens and {count} more do not fit the plan's context of "
+                        f"{step.context}\n  fix: ask for {room} tokens at most, or compile with a larger step.context")
     return texts
 
 

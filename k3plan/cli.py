@@ -11,6 +11,7 @@ import typer
 
 from .graph_cli import graph_app
 from .launch_cli import app as launch_app
+from .options import Overrides, PlanFile, PlanJson, size_settings, sizes_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Compiles a Kimi K3 decode step into a launch plan, runs it and explains it.")
@@ -19,10 +20,6 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(graph_app, name="graph")
 app.add_typer(launch_app, name="launch")
 
-PlanFile = Annotated[Path, typer.Argument(help="Plan file (YAML).", show_default=False)]
-PlanJson = Annotated[Path, typer.Argument(help="Launch plan that compile --out wrote.", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value.")]
-
 
 @app.command()
 def check(plan: PlanFile, set_: Overrides = None) -> None:
@@ -30,8 +27,8 @@ def check(plan: PlanFile, set_: Overrides = None) -> None:
     from .compiler.reading.source import load_spec
 
     spec = load_spec(plan, set_ or ())
-    typer.echo(f"{plan}: ok ({spec.model.family}, {len(spec.layers)} layers, {spec.step.rows} rows, "
-               f"tp{spec.parallel.tp} on {spec.gpu})")
+    typer.echo(f"{plan}: ok ({spec.model.family}, {len(spec.layers)} layers, {spec.step.rows} "
+               f"row{'s' if spec.step.rows > 1 else ''}, tp{spec.parallel.tp} on {spec.gpu})")
 
 
 @app.command()
@@ -56,12 +53,12 @@ def compile_(plan: PlanFile, set_: Overrides = None,
     compiled = compile_plan(plan, set_ or ())
     seconds = time.perf_counter() - started
     if not quiet:
-        typer.echo(summarise(compiled))
+        typer.echo(f"{summarise(compiled)}\n")
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         compiled.save(out)
     where = f", written to {out}" if out is not None else ""
-    typer.echo(f"\ncompiled in {seconds:.2f} s{where}")
+    typer.echo(f"compiled in {seconds:.2f} s{where}")
 
 
 @app.command()
@@ -128,7 +125,7 @@ def tune(plan: PlanFile, out: Annotated[Path, typer.Option(help="Table to write;
     from .graphs.tune_pool import tune as time_all
 
     require_gpu("k3plan tune")
-    work = Workload(load_spec(plan, set_ or ()), _sizes(rows), only, kernels, most)
+    work = Workload(load_spec(plan, set_ or ()), sizes_of(rows), only, kernels, most)
     source, timed = source_text(), 0
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(merge_tables(out, table([], source)))
@@ -145,19 +142,8 @@ def tune(plan: PlanFile, out: Annotated[Path, typer.Option(help="Table to write;
         from .graphs.debug.tune_step import settle_table
 
         known = tuned_lines(times.read_text()) if times is not None and times.is_file() else []
-        for size in _sizes(rows):
+        for size in work.rows:
             settle_table(work.spec, size, kernels(), [*tuned(work.spec.gpu), *known], out, typer.echo)
-
-
-def _sizes(rows: str) -> tuple[tuple[int, int], ...]:
-    """"8x1,1x8" as numbers of sequences and verify rows."""
-    found = []
-    for size in rows.split(","):
-        sequences, _, query = size.partition("x")
-        if not (sequences.isdecimal() and query.isdecimal()):
-            raise typer.BadParameter(f"{size!r} is not SEQUENCES x ROWS, such as 8x1", param_hint="--rows")
-        found.append((int(sequences), int(query)))
-    return tuple(found)
 
 
 @app.command()
@@ -169,12 +155,12 @@ def bench(plan: PlanFile, set_: Overrides = None,
     from .graphs.bench import require_gpu
     from .graphs.bench_step import time_step
 
-    sizes = _sizes(rows)
+    sizes = sizes_of(rows)
     require_gpu("k3plan bench")
     for sequences, query in sizes:
         for profile in profiles.split(","):
-            settings = [f"step.sequences={sequences}", f"step.query={query}", f"profile={profile}"]
-            timing = time_step(compile_plan(plan, [*(set_ or ()), *settings]))
+            settings = [*(set_ or ()), *size_settings(sequences, query), f"profile={profile}"]
+            timing = time_step(compile_plan(plan, settings))
             typer.echo(f"{sequences}x{query} {profile}: {timing.line()}")
 
 
@@ -225,4 +211,10 @@ def main() -> None:
         app()
     except K3PlanError as error:
         typer.echo(str(error), err=True)
-        sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        typer.echo(f"{error.filename}: {error.strerror}\n  fix: correct the path, or the permissions there", err=True)
+    else:
+        return
+    sys.exit(2)

@@ -7,39 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .options import Overrides, PlanFile, size_settings, sizes_of
+
 if TYPE_CHECKING:
     from .compiler.errors import Origin
     from .compiler.plan import LaunchPlan
     from .graphs.debug.check_session import Said
-    from .graphs.debug.record import Record
 
 graph_app = typer.Typer(no_args_is_help=True, help="Look into a captured graph: inspect, time, diff and more.")
 
 RecordFile = Annotated[Path, typer.Argument(help="Capture that graph record --out wrote.", show_default=False)]
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="Its launch plan; else CAPTURE.plan.json.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value.")]
 Rows = Annotated[str, typer.Option("--rows", help="Sequences x verify rows, such as 1x8; else the plan file's.")]
 YamlOption = Annotated[Path | None, typer.Option("--yaml", help="Its plan file, for the lines that findings name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
-
-
-def load_capture(record: Path, plan: Path | None) -> tuple[Record, LaunchPlan]:
-    """A recorded capture and the plan that was captured. Raises RecordError when they do not belong together."""
-    from .compiler.errors import RecordError
-    from .compiler.plan import load_plan
-    from .graphs.debug.record import load_record
-
-    found, where = load_record(record), plan or plan_path(record)
-    loaded = load_plan(where)
-    if loaded.key != found.plan_key:
-        raise RecordError(f"{record}: a capture of plan {found.plan_key}, {where} is plan {loaded.key}\n"
-                          "  fix: pass the plan that was captured with --plan")
-    return found, loaded
-
-
-def plan_path(record: Path) -> Path:
-    """Where ``graph record`` writes the plan of a capture."""
-    return record.with_suffix(".plan.json")
 
 
 def load_origins(plan_file: Path | None, settings: list[str] | None = None) -> dict[str, Origin]:
@@ -50,8 +31,11 @@ def load_origins(plan_file: Path | None, settings: list[str] | None = None) -> d
 
 
 def _row_settings(rows: str) -> list[str]:
-    sequences, _, query = rows.partition("x")
-    return [f"step.sequences={sequences}", f"step.query={query or 1}"] if rows else []
+    """``--rows`` of one size as settings; none without it. Raises BadParameter."""
+    found = sizes_of(rows) if rows else ()
+    if len(found) > 1:
+        raise typer.BadParameter("one size, such as 8x1", param_hint="--rows")
+    return [setting for size in found for setting in size_settings(*size)]
 
 
 @graph_app.command()
@@ -67,7 +51,7 @@ def diff(old: Annotated[Path, typer.Argument(help="Launch plan or capture.", sho
 
 
 @graph_app.command()
-def record(plan: Annotated[Path, typer.Argument(help="Plan file (YAML).", show_default=False)],
+def record(plan: PlanFile,
            out: Annotated[Path, typer.Option(help="Capture to write; its plan goes beside it.")],
            set_: Overrides = None, rows: Rows = "",
            buckets: Annotated[bool, typer.Option(
@@ -76,6 +60,7 @@ def record(plan: Annotated[Path, typer.Argument(help="Plan file (YAML).", show_d
            json_: AsJson = False) -> None:
     """Capture a step with random weights on this GPU and write down its graph, for every other command here."""
     from .face import compile_buckets, compile_plan
+    from .graphs.debug.record import plan_path
     from .graphs.debug.session import bucket_costs, bucket_table, record_buckets, record_random
 
     settings = [*(set_ or ()), *_row_settings(rows)]
@@ -99,6 +84,7 @@ def inspect(captures: Annotated[list[Path], typer.Argument(help="Captures of one
     from .graphs.debug.findings import failed, render, to_json
     from .graphs.debug.inspect import compare_buckets
     from .graphs.debug.inspect import inspect as examine
+    from .graphs.debug.record import load_capture
 
     loaded = [load_capture(path, plan) for path in captures]
     origins = load_origins(yaml)
@@ -116,6 +102,7 @@ def inspect(captures: Annotated[list[Path], typer.Argument(help="Captures of one
 def time_(capture: RecordFile, plan: PlanOption = None, yaml: YamlOption = None,
           by: Annotated[str, typer.Option(help="kind or launch.")] = "kind", json_: AsJson = False) -> None:
     """Say where the time of a recorded step went: us, bytes, floor and gap, and what the plan expected."""
+    from .graphs.debug.record import load_capture
     from .graphs.debug.time_table import show_times, times_json
 
     found, its_plan = load_capture(capture, plan)
@@ -141,6 +128,8 @@ def report(source: Annotated[Path, typer.Argument(help="Capture, launch plan or 
     from .face import compile_plan
     from .graphs.debug.report import Sources, write_all
 
+    if (layer is not None or whole) and dot is None:
+        raise typer.BadParameter("--layer and --whole are of --dot FILE")
     is_plan_file = source.suffix in (".yaml", ".yml")
     compiled = compile_plan(source, set_ or ()) if is_plan_file else None
     sources = Sources.read(source, compiled, plan, yaml or (source if is_plan_file else None), set_ or (),
@@ -191,7 +180,7 @@ def capture(plan: PlanOrYaml, set_: Overrides = None, rows: Rows = "", yaml: Yam
 
     Of a recorded capture: which launches are not in it, and which streams hang loose. That needs no GPU."""
     from .graphs.debug.check_session import capture_bound, capture_recorded
-    from .graphs.debug.record import is_capture
+    from .graphs.debug.record import is_capture, load_capture
 
     if is_capture(plan):
         _say(capture_recorded(*load_capture(plan, None), load_origins(yaml)), json_)
@@ -223,6 +212,7 @@ def crash(command: Annotated[list[str], typer.Argument(help="The command, after 
           json_: AsJson = False) -> None:
     """Run a command and name the launch at which it faulted or hung. Exits with 1 when it did."""
     from .graphs.debug.crash import run_watched
+    from .graphs.debug.record import load_capture
 
     found = run_watched(command, folder, limit=limit, capture=load_capture(record, plan) if record else None,
                         origins=load_origins(yaml))

@@ -15,11 +15,10 @@ from typing import Annotated
 
 import typer
 
+from .options import Overrides, PlanFile, PlanJson
+
 app = typer.Typer(no_args_is_help=True, help="Run a plan on several ranks of this host, one process each.")
 
-PlanFile = Annotated[Path, typer.Argument(help="Plan file (YAML).", show_default=False)]
-PlanJson = Annotated[Path, typer.Argument(help="Launch plan that compile --out wrote.", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value.")]
 # a name that is no beginning of an option of torchrun's, which looks at ours too
 Logs = Annotated[Path | None, typer.Option("--log-folder", help="Folder for a log of each rank; a new one if none.")]
 Carrier = Annotated[str, typer.Option("--transport", help="symmetric (NVLink, peer pointers), library "
@@ -91,12 +90,15 @@ def links(plan: PlanFile, set_: Overrides = None,
     from .face import kernels
 
     spec = load_spec(plan, set_ or ())
+    counts = rows.split(",")
+    if not all(count.isdecimal() for count in counts):
+        raise typer.BadParameter(f"{rows!r} is not numbers of rows, such as 1,8,64", param_hint="--rows")
     start_ranks(spec.parallel.tp, logs)
     from .graphs.distributed.report import links as work
     from .graphs.distributed.work import session
 
     with session("cuda") as group:
-        for line in work(spec, kernels(), group, [int(n) for n in rows.split(",")], only, seconds):
+        for line in work(spec, kernels(), group, [int(count) for count in counts], only, seconds):
             say(group, line)
 
 

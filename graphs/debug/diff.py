@@ -16,7 +16,7 @@ from typing import Any
 from ...compiler.errors import RecordError
 from ...compiler.explain import changed_fields, ranges
 from ...compiler.plan import Launch, LaunchPlan, load_plan
-from .record import Record, load_record
+from .record import Record, is_capture, load_record
 
 SUCCESS, TOPOLOGY = "cudaGraphExecUpdateSuccess", "cudaGraphExecUpdateErrorTopologyChanged"
 NODE_KIND = "cudaGraphExecUpdateErrorNodeTypeChanged"
@@ -82,7 +82,7 @@ class Difference:
 
 def diff_files(old: str | Path, new: str | Path) -> Difference:
     """``diff_plans`` or ``diff_records``, by what the files hold. Raises PlanError, or RecordError: one of each."""
-    kinds = [_is_record(path) for path in (old, new)]
+    kinds = [is_capture(path) for path in (old, new)]
     if kinds[0] != kinds[1]:
         raise RecordError(f"{old} and {new}: one is a plan and the other a capture\n"
                           "  fix: pass two plans, or two captures")
@@ -231,10 +231,3 @@ def _layer(launch: str) -> int | None:
 
 def _ms(us: float | None) -> str:
     return "not timed" if us is None else f"{us / 1e3:.3f} ms"
-
-
-def _is_record(path: str | Path) -> bool:
-    try:
-        return '"plan_key"' in Path(path).read_text()[:400]
-    except OSError:
-        return False

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...compiler.errors import RecordError
+from ...compiler.plan import LaunchPlan, load_plan
 
 VERSION = 1
 NODE_KINDS = ("kernel", "memcpy", "memset", "event_record", "event_wait", "host", "empty", "child", "alloc", "free")
@@ -203,19 +204,38 @@ class Record:
 def load_record(path: str | Path) -> Record:
     """Reads a record. Raises RecordError, naming the file."""
     try:
-        text = Path(path).read_text()
+        return Record.from_json(Path(path).read_text(errors="replace"))
     except OSError as error:
         raise RecordError(f"{path}: {error.strerror}\n  fix: k3plan graph record PLAN.yaml --out {path}") from None
-    try:
-        return Record.from_json(text)
     except RecordError as error:
         raise RecordError(f"{path}: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"{path}: a damaged record ({error!r})\n  fix: record the capture again") from None
 
 
-def is_capture(path: Path) -> bool:
+def plan_path(record: Path) -> Path:
+    """Where ``graph record`` writes the plan of a capture."""
+    return record.with_suffix(".plan.json")
+
+
+def load_capture(path: Path, plan: Path | None = None) -> tuple[Record, LaunchPlan]:
+    """A record and the plan that was captured: ``plan``, or the file beside it. Raises RecordError when they do not
+    belong together, PlanError."""
+    record, where = load_record(path), plan or plan_path(path)
+    if plan is None and not where.exists():
+        raise RecordError(f"{path}: its plan, {where.name}, is not beside it\n"
+                          f"  fix: copy it there, or name plan {record.plan_key} with --plan")
+    loaded = load_plan(where)
+    if loaded.key != record.plan_key:
+        raise RecordError(f"{path}: a capture of plan {record.plan_key}, {where} is plan {loaded.key}\n"
+                          "  fix: pass the plan that was captured with --plan")
+    return record, loaded
+
+
+def is_capture(path: str | Path) -> bool:
     """Whether a file is a record, by its first words, so that a large plan is not read twice."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with Path(path).open(encoding="utf-8", errors="replace") as file:
             return '"plan_key"' in file.read(4096)
     except OSError:
         return False

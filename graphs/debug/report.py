@@ -22,7 +22,7 @@ from .drawing import dot, timeline_svg
 from .findings import Finding, from_json
 from .inspect import inspect
 from .perfetto import perfetto_json
-from .record import Record, is_capture, load_record
+from .record import Record, is_capture, load_capture
 from .report_data import report_data
 from .time_table import slow_kinds
 
@@ -76,7 +76,7 @@ class Sources:
         others = [finding for file in findings for finding in read_findings(file)]
         if compiled is not None or not is_capture(path):
             return cls(compiled or load_plan(path), None, tuple(others), origins)
-        record, its_plan = load_record(path), load_plan(plan or path.with_suffix(".plan.json"))
+        record, its_plan = load_capture(path, plan)
         found = inspect(its_plan, record, origins).findings
         return cls(its_plan, record, (*found, *slow_kinds(its_plan, record, origins), *others), origins)
 
@@ -95,7 +95,10 @@ def read_findings(path: Path) -> list[Finding]:
                 yield from walk(inner)
 
     try:
-        return from_json(walk(json.loads(path.read_text())))
+        data = json.loads(text := path.read_text())
+        if isinstance(data, dict) and '"findings"' not in text:
+            raise ValueError("no \"findings\" in it")
+        return from_json(walk(data))
     except (OSError, ValueError, TypeError) as error:
         raise RecordError(f"{path}: no findings to read ({error})\n"
                           "  fix: pass what a k3plan graph command printed with --json") from None

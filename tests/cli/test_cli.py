@@ -132,7 +132,9 @@ assert not report.passed
 @pytest.mark.parametrize(("args", "message"), [
     (("--prompt", "1,x"), "not token ids"),
     (("--prompt", "1"), "1 prompts for 2 sequences"),
-    (("--prompt", "1", "--prompt", "600"), "tokens: values"),
+    (("--prompt", "1", "--prompt", "600"), "the model has no token 600\n  fix: write numbers from 0 to 511"),
+    (("--prompt", "-1", "--prompt", "6"), "the model has no token -1"),
+    (("--tokens", "60"), "6 tokens and 60 more do not fit the plan's context of 64\n  fix: ask for 59 tokens"),
 ])
 def test_prompts_that_are_refused(demo: Path, args: tuple[str, ...], message: str) -> None:
     assert message in k3plan("run", demo / "plan.json", "--checkpoint", demo / "tiny-k3", *args, code=2)
@@ -176,6 +178,27 @@ def test_timing_without_a_gpu_says_so(command: tuple[str, ...], tmp_path: Path) 
     assert f"fix: run k3plan {name} where the GPU is" in text
 
 
-def test_rows_are_sequences_and_verify_rows() -> None:
-    text = k3plan("bench", H200, "--rows", "8", code=2)
-    assert "'8' is not SEQUENCES x ROWS, such as 8x1" in text
+@pytest.mark.parametrize("command", [("bench", H200), ("graph", "lint", K3)], ids=" ".join)
+def test_rows_are_sequences_and_verify_rows(command: tuple[str, ...]) -> None:
+    text = k3plan(*command, "--rows", "8", code=2)
+    assert "Invalid value for --rows: '8' is not SEQUENCES x ROWS, such as 8x1" in text
+
+
+def test_rows_of_one_step_are_one_size() -> None:
+    assert "one size, such as 8x1" in k3plan("graph", "lint", K3, "--rows", "8x1,1x8", code=2)
+
+
+def test_rows_of_links_are_read_before_ranks_start() -> None:
+    text = k3plan("launch", "links", "examples/k3-h200-tp2.yaml", "--rows", "1,x", code=2)
+    assert "'1,x' is not numbers of rows, such as 1,8,64" in text
+
+
+@pytest.mark.parametrize("command", [
+    ("compile", K3, "-q", "--out", "{}"), ("checkpoint", "make", "{}/file"), ("graph", "report", K3, "--out", "{}"),
+], ids=" ".join)
+def test_what_cannot_be_written_is_named(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    text = k3plan(*(word.format(tmp_path) for word in command), code=2)
+    assert str(tmp_path) in text
+    assert "fix: correct the path, or the permissions there" in text
+    assert "Traceback" not in text

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from made_records import made_record, small_plan
 from typer.testing import CliRunner, Result
 
 from k3plan.cli import app
-from k3plan.compiler.errors import K3PlanError
+from k3plan.compiler.errors import K3PlanError, RecordError
 from k3plan.graphs.debug.record import Record, load_record
 from k3plan.graphs.debug.session import bucket_costs, bucket_table
 
@@ -103,6 +105,39 @@ def test_a_plan_that_was_not_captured_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["graph", "inspect", str(path), "--plan", str(tmp_path / "other.json")])
     assert isinstance(done.exception, K3PlanError)
     assert "pass the plan that was captured" in str(done.exception)
+
+
+@pytest.mark.parametrize("command", ["inspect", "time", "report", "capture"])
+def test_a_record_without_its_plan_says_which_plan_is_wanted(tmp_path: Path, command: str) -> None:
+    GOOD.save(tmp_path / "lone.json")
+    done = CliRunner().invoke(app, ["graph", command, str(tmp_path / "lone.json")])
+    assert isinstance(done.exception, K3PlanError)
+    assert str(done.exception) == (f"{tmp_path / 'lone.json'}: its plan, lone.plan.json, is not beside it\n"
+                                   f"  fix: copy it there, or name plan {PLAN.key} with --plan")
+
+
+@pytest.mark.parametrize("damage", [
+    lambda text: text.replace('"replay_us"', '"replayed"'), lambda text: text.replace('"columns"', '"rows"'),
+    lambda text: '{"plan_key": "x", "nodes": 3, "version": 1}',
+])
+def test_a_damaged_record_is_named(tmp_path: Path, damage: Callable[[str], str]) -> None:
+    path = save(tmp_path, GOOD)
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(RecordError, match=re.escape(f"{path}: a damaged record")):
+        load_record(path)
+
+
+def test_bytes_that_are_no_text_are_no_record(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00\x80")
+    for command in ("inspect", "report", "lint"):
+        done = CliRunner().invoke(app, ["graph", command, str(tmp_path / "bytes")])
+        assert isinstance(done.exception, K3PlanError), command
+        assert "not JSON" in str(done.exception)
+
+
+def test_a_layer_is_of_the_data_flow_alone(tmp_path: Path) -> None:
+    output = graph("report", save(tmp_path, GOOD), "--out", tmp_path / "r.html", "--layer", 3, code=2).output
+    assert "--layer and --whole are of --dot FILE" in output
 
 
 def test_recording_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,9 +222,10 @@ def test_findings_of_other_commands_are_read(plan: LaunchPlan, tmp_path: Path) -
     (tmp_path / "flat.json").write_text(json.dumps(to_json(findings)))
     (tmp_path / "deep.json").write_text(json.dumps([{"title": "x", "findings": to_json(findings)}]))
     assert read_findings(tmp_path / "flat.json") == findings == read_findings(tmp_path / "deep.json")
-    (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(RecordError, match="fix: pass what a k3plan graph command"):
-        read_findings(tmp_path / "bad.json")
+    for text in ("{", "{}", '{"nodes": []}'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(RecordError, match="fix: pass what a k3plan graph command"):
+            read_findings(tmp_path / "bad.json")
 
 
 needs_browser = pytest.mark.skipif(browser() is None, reason="no Chromium or Chrome on the path")
