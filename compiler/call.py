@@ -22,6 +22,10 @@ class Call:
     the kernel asked for; those of kind "zeroed" were zero before the first launch and the kernel must leave
     them zero, unless they are "kept". ``config`` is the tuned configuration of the plan.
 
+    ``settled`` are the activations that are certainly written before this launch can start, as ``settled.py`` proves of
+    the plan, by their names ("...2" is ``rest[2]``): a kernel may read them before it waits, past the first-level
+    cache. What no launch of a step writes, such as a weight, may be read there anyway and is not named.
+
     ``bind(call)`` of a kernel file checks its assumptions (AssertionError with values: the plan was wrong),
     compiles nothing at run time beyond the first call, and returns a function without arguments that launches
     on the current stream, allocates nothing, reads nothing back and takes no decision on the host. A kernel with a
@@ -35,6 +39,7 @@ class Call:
     scratch: Mapping[str, torch.Tensor] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     dependent_launch: bool = False  # programmatic dependent launch edges before and after this launch
+    settled: frozenset[str] = frozenset()
     ranks: int = 1
     number: int = 0  # of the launch in its plan, for messages
     wait_limit: int = 0  # looks at a mailbox after which a wait gives up and reports (debug); 0: none

@@ -25,6 +25,7 @@ from .passes.shard import OPTIONAL, algebra_of, shard_graph
 from .passes.verify import verify
 from .plan import Alternative, Launch, LaunchPlan, PlanChoice, Weight, seal
 from .schedule import Slot, schedule
+from .settled import Settled, settle
 from .spec import Spec
 from .tuning import Tuning, shape_key
 
@@ -42,7 +43,8 @@ def compile_spec(spec: Spec, kernels: Iterable[KernelDef] = (), tuning: Tuning |
     slots = schedule(graph, chosen.regions, [choice.cost for choice in chosen.choices], load_device(spec.gpu),
                      beside=spec.choices.side_stream == "auto")
     tensors, buffers, arena_bytes = lay_out(graph, chosen.regions, scratch, [(s.first, s.last) for s in slots])
-    choices, launches = _launches(chosen, tuning, scratch, slots)
+    late = [region.kernel.late(tuning.setting(region).config) for region in chosen.regions]
+    choices, launches = _launches(chosen, tuning, scratch, slots, settle(graph, chosen.regions, slots, late))
     weights = {n: Weight(v.shape, v.dtype, v.recipe) for n, v in graph.values.items() if v.recipe is not None}
     plan = LaunchPlan(
         spec=replace(spec, choices=replace(spec.choices, **taken), origins={}),
@@ -146,13 +148,14 @@ def _scratch(region: Region, tuning: Tuning) -> dict[str, tuple[str, Scratch]]:
 
 
 def _launches(
-    chosen: Cover, tuning: Tuning, scratch: Sequence[Mapping[str, tuple[str, Scratch]]], slots: Sequence[Slot]
+    chosen: Cover, tuning: Tuning, scratch: Sequence[Mapping[str, tuple[str, Scratch]]], slots: Sequence[Slot],
+    settled: Sequence[Settled],
 ) -> tuple[tuple[PlanChoice, ...], tuple[Launch, ...]]:
     """Launches in order; equal choices are stored once."""
     choices: dict[str, int] = {}
     stored: list[PlanChoice] = []
     launches = []
-    for choice, workspace, slot in zip(chosen.choices, scratch, slots, strict=True):
+    for choice, workspace, slot, early in zip(chosen.choices, scratch, slots, settled, strict=True):
         region = choice.region
         last, own = region.nodes[-1], region.kernel.entry.startswith("op:")
         arguments = Arguments({}, (), {"o0": last.attrs}) if own else arguments_of(region)
@@ -166,6 +169,8 @@ def _launches(
             results=last.outputs if own else (), names=arguments.names,
             rest=arguments.rest, scratch={n: t for n, (t, _) in workspace.items()},
             stream=slot.stream, dependent=slot.dependent, hidden_us=slot.hidden_us,
+            settled=tuple(n for n in early.inputs if slot.dependent and region.graph.values[n].role == "activation"),
+            settled_by=_launch_id(chosen.regions[early.by]) if slot.dependent and early.by is not None else "",
         ))
     return tuple(stored), tuple(launches)
 

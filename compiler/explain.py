@@ -182,6 +182,7 @@ def _reasons(plan: LaunchPlan, launches: list[Launch]) -> str:
         f"({size(choice.bytes)}, {choice.flops / 1e6:.1f} Mflop); {choice.source}",
         f"  on stream {launch.stream}, starts {'with' if launch.dependent else 'after'} the launch before it"
         f"{f', beside others, which saves {launch.hidden_us:.2f} us' if launch.stream else ''}",
+        *_settled(plan, launch),
         *([f"  configuration: {settings(choice.config)}; {choice.config_source}"] if choice.config else []),
         *(f"  reads  {_tensor(plan, n)}" for n in launch.inputs),
         *(f"  writes {_tensor(plan, n)}" for n in launch.outputs),
@@ -192,6 +193,16 @@ def _reasons(plan: LaunchPlan, launches: list[Launch]) -> str:
     if not choice.losers:
         lines.append("  no other kernel of the menu computes this here")
     return "\n".join(lines)
+
+
+def _settled(plan: LaunchPlan, launch: Launch) -> list[str]:
+    """What is written before the launch can start, and which launch says so."""
+    if not launch.settled:
+        return []
+    at = next((x for x in plan.launches if x.id == launch.settled_by), None)
+    how = "starts at a full edge" if at is None or not at.dependent else "triggers after its wait"
+    why = f"all before {at.id} have ended, which {how}" if at else "no launch writes them"
+    return [f"  settled before it starts: {', '.join(launch.settled)} ({why})"]
 
 
 def _tensor(plan: LaunchPlan, name: str) -> str:

@@ -42,6 +42,8 @@ class KernelDef:
     cost: Callable[[Region], Cost] | None = None  # None: the planner's default cost
     scratch: Callable[[Region, Mapping[str, Any]], Mapping[str, Scratch]] | None = None  # for a configuration
     configs: Callable[[Region], Sequence[Mapping[str, Any]]] | None = None  # worth timing, the default first
+    # whether, in a configuration, every block lets the next launch start only after its own wait (``settled.py``)
+    late: Callable[[Mapping[str, Any]], bool] = field(default=lambda config: False)
     note: str = ""
 
     def __post_init__(self) -> None:

@@ -60,6 +60,8 @@ class Launch:
     stream: int = 0
     dependent: bool = False  # programmatic edge: may start before the launch before it in its stream has ended
     hidden_us: float = 0.0  # of its time, what running beside others saves
+    settled: tuple[str, ...] = ()  # of a dependent launch: activations it reads that are written before it can start
+    settled_by: str = ""  # the launch that says so: all before it have ended (``settled.py``)
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,8 @@ def _call(choice: PlanChoice, launch: Launch, rank: Rank, ranks: int, number: in
                         "  fix: compile with --set target.gpu=cpu")
     scratch = {name: rank.tensors[tensor] for name, tensor in launch.scratch.items()}
     return make_call(Arguments(launch.names, launch.rest, choice.attrs), rank.tensors, scratch=scratch,
-                     config=choice.config, dependent_launch=launch.dependent, ranks=ranks, number=number,
+                     config=choice.config, dependent_launch=launch.dependent,
+                     settled=launch.settled if launch.dependent else launch.inputs, ranks=ranks, number=number,
                      wait_limit=wait_limit)
 
 

@@ -6,7 +6,7 @@ binding a region directly (tests, tuning) share this file, so that both hand a k
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -40,21 +40,26 @@ def entry_point(entry: str) -> Callable[..., Launch]:
 
 def make_call(arguments: Arguments, tensors: Mapping[str, torch.Tensor], *,
               scratch: Mapping[str, torch.Tensor] | None = None, config: Mapping[str, Any] | None = None,
-              dependent_launch: bool = False, ranks: int = 1, number: int = 0, wait_limit: int = 0) -> Call:
-    """A ``Call`` from value names and their tensors."""
+              dependent_launch: bool = False, settled: Collection[str] = (), ranks: int = 1, number: int = 0,
+              wait_limit: int = 0) -> Call:
+    """A ``Call`` from value names and their tensors; ``settled`` are values."""
+    named = {**arguments.names, **{f"...{i}": value for i, value in enumerate(arguments.rest)}}
     return Call(
         tensors={name: tensors[value] for name, value in arguments.names.items()},
         rest=tuple(tensors[value] for value in arguments.rest), attrs=arguments.attrs,
-        scratch=scratch or {}, config=config or {}, dependent_launch=dependent_launch, ranks=ranks, number=number,
+        scratch=scratch or {}, config=config or {}, dependent_launch=dependent_launch,
+        settled=frozenset(name for name, value in named.items() if value in settled), ranks=ranks, number=number,
         wait_limit=wait_limit)
 
 
 def bind_region(region: Region, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None, *,
-                scratch: Mapping[str, torch.Tensor] | None = None, dependent_launch: bool = False) -> Launch:
+                scratch: Mapping[str, torch.Tensor] | None = None, dependent_launch: bool = False,
+                settled: Collection[str] | None = None) -> Launch:
     """Binds the kernel of ``region`` to ``tensors``, given by value name.
 
     ``config`` of None is the kernel's default. ``scratch`` is allocated here when not given. A collective is bound to
-    one rank alone (loopback).
+    one rank alone (loopback). ``settled`` of None are the inputs that the pattern takes by ``...``: nothing here writes
+    them, and in a step the finished blocks of the residual stream are settled but for the newest at most.
     """
     config = default_config(region) if config is None else config
     kind, _, op = region.kernel.entry.partition(":")
@@ -63,8 +68,9 @@ def bind_region(region: Region, tensors: Mapping[str, torch.Tensor], config: Map
     if scratch is None:
         device = next(iter(tensors.values())).device
         scratch = {name: allocate(wanted, device) for name, wanted in scratch_of(region, config).items()}
-    call = make_call(arguments_of(region), tensors, scratch=scratch, config=config,
-                     dependent_launch=dependent_launch)
+    arguments = arguments_of(region)
+    call = make_call(arguments, tensors, scratch=scratch, config=config, dependent_launch=dependent_launch,
+                     settled=arguments.rest if settled is None else settled)
     if any(OPS[node.op].kind == "comm" for node in region.nodes):
         return entry_point(region.kernel.entry)([call], links_of([call], Loopback()))
     return entry_point(region.kernel.entry)(call)

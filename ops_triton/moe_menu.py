@@ -173,18 +173,20 @@ def _define(name: str, entry: str, lines: tuple[str, ...], exports: str, note: s
 
 def _experts() -> Iterator[KernelDef]:
     packed: dict[str, Any] = {"needs": _needs_packed}
+    late: dict[str, Any] = {"late": lambda config: True}  # they wait and then let the next launch start
     plain: dict[str, Any] = {"needs": _needs_plain, "configs": _dense_configs}
-    yield _define("experts_gate_up", EXPERTS, (GATE_UP,), "gate, up", "W1 and W3", configs=_gate_up_configs, **packed)
+    yield _define("experts_gate_up", EXPERTS, (GATE_UP,), "gate, up", "W1 and W3", configs=_gate_up_configs, **packed,
+                  **late)
     yield _define("experts_gate_up_dense", DENSE, (GATE_UP_DENSE,), "gate, up", "W1 and W3", **plain)
     for short, op in (("situ", "situ_and_mul"), ("silu", "silu_and_mul")):
         activation = f"act = {op}(gate, up)"
         yield _define(f"experts_gate_up_{short}", EXPERTS, (GATE_UP, activation), "act", "W1, W3 and their activation",
-                      configs=_gate_up_configs, **packed)
+                      configs=_gate_up_configs, **packed, **late)
         yield _define(f"experts_gate_up_{short}_dense", DENSE, (GATE_UP_DENSE, activation), "act",
                       "W1, W3 and their activation", **plain)
         yield _define(f"experts_{short}", EXPERTS, (GATE_UP, activation, DOWN, COMBINE), "out",
                       "W1, W3, activation, W2 and the weighted sum", configs=_chain_configs, scratch=_chain_scratch,
-                      **packed)
+                      **packed, **late)
     yield _define("experts_down", BY_PAIR, (DOWN,), "pairs", "W2", configs=_by_pair_configs, **packed)
     yield _define("experts_down_dense", DENSE, (DOWN_DENSE,), "pairs", "W2", **plain)
     yield _define("experts_down_combine", EXPERTS, (DOWN, COMBINE), "out", "W2 and the weighted sum, a token a block",

@@ -30,12 +30,14 @@ class Access:
 
 @dataclass(frozen=True)
 class Early:
-    """What can happen before the wait. ``exits`` are ways to the end that pass none."""
+    """What can happen before the wait. ``exits`` are ways to the end that pass none; ``early`` of the ``triggers`` can
+    be reached before it."""
 
     waits: int
     triggers: int
     accesses: tuple[Access, ...]
     exits: int
+    early: int = 0
 
 
 def find_early(ptx: str, table: int | None = None) -> Early:
@@ -45,17 +47,19 @@ def find_early(ptx: str, table: int | None = None) -> Early:
     every = [text for block in blocks.values() for text in block]
     origins = _origins(every, table)
     accesses: list[Access] = []
-    exits = 0
+    exits = early = 0
     for name in sorted(unwaited):
         for text in blocks[name]:
             if WAIT in text:
                 break
+            early += TRIGGER in text
             operation = _operation(text)
             if operation == "ret":
                 exits += 1
             elif _kind(operation):
                 accesses.append(Access(_kind(operation), _pointers(text, origins), text))
-    return Early(sum(WAIT in t for t in every), sum(TRIGGER in t for t in every), tuple(accesses), exits)
+    return Early(sum(WAIT in t for t in every), sum(TRIGGER in t for t in every), tuple(accesses), exits,
+                 early)
 
 
 def _statements(ptx: str) -> Iterator[str]:

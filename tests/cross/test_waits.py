@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ptx_waits import find_early
 
 ROOT = Path(__file__).resolve().parents[2]
-# one of each way of waiting: a store behind it, branches, a table of addresses, ids read early, a state, page tables
-FEW = r"triton\.(embed|moe_tail|experts_down_combine|kda_delta_rule|mla_append|mla_attend)-T1"
+# one of each way of waiting: a store behind it, branches, a table of addresses, ids read early, a state, page tables, a
+# late trigger
+FEW = r"triton\.(embed|moe_tail|experts_down_combine|experts_gate_up_situ|kda_delta_rule|mla_append|mla_attend)-T1"
 
 KERNEL = """
 .visible .entry k(
@@ -61,6 +62,20 @@ def _early(text: str, table: int | None = None) -> tuple[list[tuple[str, list[An
 ])
 def test_what_comes_before_the_wait(text: str, accesses: list[Any], exits: int) -> None:
     assert _early(text) == (accesses, exits)
+
+
+@pytest.mark.parametrize(("text", "early"), [
+    ("mov.b32 %r1, 0;", 0),
+    ("griddepcontrol.launch_dependents ;", 1),
+    ("@%p1 bra $L__BB0_1;\n\tgriddepcontrol.launch_dependents ;", 1),
+])
+def test_a_trigger_before_the_wait_is_seen(text: str, early: int) -> None:
+    kernel = KERNEL.replace("griddepcontrol.launch_dependents ;\n", "", 1).replace("BEFORE", text)
+    late = kernel.replace("griddepcontrol.wait ;", "griddepcontrol.wait ;\n\tgriddepcontrol.launch_dependents ;")
+    assert find_early(late).early == early
+    # behind a branch around the wait it is early too
+    around = late.replace("$L__BB0_1:", "$L__BB0_1:\n\tgriddepcontrol.launch_dependents ;")
+    assert find_early(around).early == early + ("bra" in text)
 
 
 def test_a_pointer_from_a_table_is_its_column() -> None:

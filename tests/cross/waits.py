@@ -6,7 +6,8 @@ path in its first argument; a second argument is a regular expression of the lau
 Before its wait a kernel may load weights, step inputs and tables of addresses, which nobody writes during a step, and
 states and caches, whose launch must then be the only one of the step that writes what it reads. It may store to a
 state. Anything else must be named in ``EARLY`` of its file. Every block must pass a wait before it ends, but for
-kernels in ``LEAVES``.
+kernels in ``LEAVES``. A kernel lets the next one start only behind its wait where its menu says that it is ``late``,
+and there no block does so sooner.
 """
 from __future__ import annotations
 
@@ -84,12 +85,15 @@ def look_at(name: str, region: Region) -> Iterator[str]:
     """Findings of all kernels of one launch."""
     tensors = random_inputs(region, "meta")
     roles = _roles(region, tensors)
+    late = region.kernel.late(default_config(region))
     bound = bind_region(region, tensors, default_config(region), dependent_launch=True)
     for launch in kernels_of(bound):
         seen = find_early(compile_for(launch, "sm_90a").asm["ptx"], 0 if _names(launch)[0] == "table" else None)
         kernel = f"{name} ({launch.kernel.__name__})"
         if not seen.waits or not seen.triggers:
             yield f"{kernel}: {seen.waits} waits, {seen.triggers} triggers"
+        if late != (not seen.early):
+            yield f"{kernel}: {seen.early} of {seen.triggers} triggers before the wait, its menu says late={late}"
         if seen.exits and launch.kernel.__name__ not in LEAVES:
             yield f"{kernel}: a block may end without a wait"
         for access in seen.accesses:
