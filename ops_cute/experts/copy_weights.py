@@ -2,7 +2,8 @@
 
 Units of 8 gate and 8 up rows of the step's experts, then units of 16 rows of the projection beside them, both every
 ``blocks``-th of one count that goes through all of them, then of each expert the rows of W2 that make this block's
-columns. A copier waits for free slots and for nothing else. The readers count slots in the same order.
+columns. With ``side_first`` the projection's units come before the experts'. A copier waits for free slots and for
+nothing else. The readers count slots in the same order.
 """
 from __future__ import annotations
 
@@ -30,17 +31,31 @@ LIST_MASK = 0xFFFF  # of a word of the list of experts: its number
 
 def first_side(block: Any, count: Any, p: Any) -> Any:
     """The first unit of the projection beside the experts that is this block's: the count of runs goes on."""
+    if p.side_first:
+        return block
     return (block + p.blocks - count * (p.tiles // p.run) % p.blocks) % p.blocks
+
+
+def first_run(block: Any, p: Any) -> Any:
+    """The first run of experts' units that is this block's."""
+    return (block + p.blocks - p.side_units % p.blocks) % p.blocks if p.side_first else block
+
+
+def slots_before(block: Any, p: Any) -> Any:
+    """Slots that this block has used when the experts' units begin."""
+    return (p.side_units + p.blocks - 1 - block) // p.blocks if p.side_first else Int32(0)
 
 
 @cute.jit
 def copy_units(at: Any, fill: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
                p: cutlass.Constexpr):
-    """One warp: has the copy engine stream this block's units of the list's first ``count`` experts, of which it has
-    streamed ``fill``; a row or 8 scales a copy. Returns the slots used."""
+    """One warp: has the copy engine stream this block's units of the list's first ``count`` experts, but for those
+    that are in the ``fill`` slots used; a row or 8 scales a copy. Returns the slots used."""
     policy = stream_policy()
     half = p.width // 2
-    for item in cutlass.range(block + fill // p.run * p.blocks, count * (p.tiles // p.run), p.blocks, unroll=1):
+    streamed = fill - slots_before(block, p) if p.side_first else fill
+    first = first_run(block, p) + streamed // p.run * p.blocks
+    for item in cutlass.range(first, count * (p.tiles // p.run), p.blocks, unroll=1):
         for unit in cutlass.range(item * p.run, item * p.run + p.run, 1, unroll=1):
             slot = fill % p.slots
             await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
@@ -64,23 +79,33 @@ def copy_units(at: Any, fill: Any, count: Any, block: Any, lane: Any, shared: An
 
 
 @cute.jit
+def copy_side(at: Any, fill: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
+              p: cutlass.Constexpr):
+    """One warp: has the copy engine stream this block's units of the projection beside the experts. Returns the slots
+    used."""
+    policy = stream_policy()
+    for unit in cutlass.range(first_side(block, count, p), p.side_units, p.blocks, unroll=1):
+        slot = fill % p.slots
+        await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
+        full = shared + where["full"] + slot * 8
+        if lane == 0:
+            expect_bytes(full, Int32(2 * TILE * 2 * p.side_width))
+        cute.arch.sync_warp()
+        source = at.w.toint() + Int64(unit * 2 * TILE + lane) * (2 * p.side_width)
+        copy_bulk(shared + where["ring"] + slot * p.slot_bytes + lane * p.side_row_bytes, source,
+                  Int32(2 * p.side_width), full, policy, select(lane < 2 * TILE, Int32(1), Int32(0)))
+        fill = fill + 1
+    return fill
+
+
+@cute.jit
 def copy_by_rows(at: Any, fill: Any, count: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
                  p: cutlass.Constexpr):
-    """One warp: has the copy engine stream this block's weights, all but the first ``fill`` units."""
+    """One warp: has the copy engine stream this block's weights, all but those in the ``fill`` slots used."""
     fill = copy_units(at, fill, count, block, lane, shared, where, p)
+    if cutlass.const_expr(p.side_width > 0 and not p.side_first):
+        fill = copy_side(at, fill, count, block, lane, shared, where, p)
     policy = stream_policy()
-    if cutlass.const_expr(p.side_width > 0):
-        for unit in cutlass.range(first_side(block, count, p), p.side_units, p.blocks, unroll=1):
-            slot = fill % p.slots
-            await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
-            full = shared + where["full"] + slot * 8
-            if lane == 0:
-                expect_bytes(full, Int32(2 * TILE * 2 * p.side_width))
-            cute.arch.sync_warp()
-            source = at.w.toint() + Int64(unit * 2 * TILE + lane) * (2 * p.side_width)
-            copy_bulk(shared + where["ring"] + slot * p.slot_bytes + lane * p.side_row_bytes, source,
-                      Int32(2 * p.side_width), full, policy, select(lane < 2 * TILE, Int32(1), Int32(0)))
-            fill = fill + 1
     turn = p.blocks - 1 - block
     if turn < p.column_blocks:
         first = turn * p.columns

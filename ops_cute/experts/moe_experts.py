@@ -12,8 +12,8 @@ one warp sorts the ids by a bit set (``work_list.py``). The first row's experts 
 they are and stream before the others are sorted.
 * The copier (``copy_weights.py``) streams weights through a ring of slots in shared memory: first the units of 8
   gate and 8 up rows that are this block's (every ``blocks``-th of all experts' units), then units of 16 rows of ``w``
-  (the count goes on, so blocks differ by one unit in all), then of every expert the rows of W2 that make this block's
-  columns. It never waits for anything but a free slot, so W2 is on its way while the first half computes. With
+  (the count goes on, so blocks differ by one unit in all; with ``side_first`` these come before the experts), then of
+  every expert the rows of W2 that make this block's columns. It never waits for anything but a free slot, so W2 is on its way while the first half computes. With
   ``bulk`` one warp hands rows to the copy engine, without it two warps copy 16 bytes a lane (``cp.async``), slot by
   slot in turn;
 * 16 warps multiply, or 28 with 64 registers a thread. In the first half each has its columns of x as operands in
@@ -22,7 +22,8 @@ they are and stream before the others are sorted.
   of the step: the columns are free. Two units are a step: one hand-over of sums for both, and the end of one overlaps
   with the begin of the other;
 * a unit of ``w`` is a matrix instruction's 16 rows as well, its columns split over the same warps, in bf16. It needs
-  nothing of the experts: it is done while the last activations of the first half travel from block to block;
+  nothing of the experts: it is done while the last activations of the first half travel from block to block, or, with
+  ``side_first``, while the experts' first weights are on their way from memory;
 * two finishers, one for each unit of a step, add up the warps' sums, apply SiTU and publish the 8 activations of
   each pair; of a unit of ``w`` they store 16 columns of ``s``. Without ``bulk`` one of them copies and the other
   finishes both;
@@ -35,7 +36,8 @@ written as minus zeros, and a reader looks until no word is zero. One hop throug
 are used in turn (``epochs``, counted by each block for itself); a launch zeroes the part of the launch before, which
 nobody reads any more. A block never waits before it has published all of its own units, so the launch ends if all
 blocks run at once: there is one for each multiprocessor and it asks for most of its shared memory, so no block of a
-later launch can hold a place. Weights depend on ``ids``, so nothing is loaded before the wait for the producers.
+later launch can hold a place. The experts' weights depend on ``ids``, so they are not loaded before the wait for the
+producers; those of ``w`` are with ``side_first``: 5.5 MB that are there when the wait ends if it takes 1.3 us longer.
 Numerics: weights are exact for scale bytes 1 to 254. x is brought to fp16 by a power of two for each token and warp,
 which is exact for what is not below 2^-30 of the largest; activations are published as fp16 (SiTU is bounded, so the
 power of two is a constant), 8 times finer than bf16; sums, scales, SiTU and routing weights are fp32, out is rounded
@@ -56,7 +58,7 @@ form with one unit a step, alone and with dependent launches: 8.7 at one row, 13
 products 8.0 at one row and 36.0 at 8, without copies 7.4 and 38.1. So neither memory nor the integer pipe alone is what
 is left: the pipe was busy for 60 % of the time, with four warps to hide what one waits for. The targets, 8 us and 38,
 are missed. 28 warps (configuration ``warps``: 4 scale groups of x each in place of 7, seven warps to a quarter of the
-multiprocessor) are for that; they have not been timed.
+multiprocessor) are for that; they have not been timed, and neither has ``side_first``.
 Error against the fp32 reference on the H200: 0.51 to 0.53 of the bf16 chain's; with "mxfp8", 0.29 to 0.43.
 """
 from __future__ import annotations
@@ -99,7 +101,7 @@ from ..primitives import (
 )
 from ..shared_memory import FRAGMENT
 from .call import read_call, rounds
-from .copy_weights import copy_by_lanes, copy_by_rows, copy_units, first_side
+from .copy_weights import copy_by_lanes, copy_by_rows, copy_side, copy_units, first_run, first_side, slots_before
 from .dot import (
     add_warps,
     dot_chunk,
@@ -162,12 +164,11 @@ def _take_unit(x: Any, factors: Any, fill: Any, warp: Any, lane: Any, shared: An
 
 
 @cute.jit
-def _multiply_up(x: Any, factors: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
+def _multiply_up(x: Any, factors: Any, fill: Any, step: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
                  where: cutlass.Constexpr, p: cutlass.Constexpr):
     """The warps that multiply: this warp's groups of the block's units, two units a step. Returns the slots used and
     the steps."""
-    fill, step = Int32(0), Int32(0)
-    for unit in cutlass.range(block, count * p.tiles, 2 * p.blocks, unroll=1):
+    for unit in cutlass.range(first_run(block, p), count * p.tiles, 2 * p.blocks, unroll=1):
         sums = _take_unit(x, factors, fill, warp, lane, shared, where, p)
         fill = fill + 1
         more = [Float32(0.0)] * 4
@@ -194,16 +195,20 @@ def _take_side(a: Any, fill: Any, warp: Any, lane: Any, shared: Any, where: cutl
     return total
 
 
-@cute.jit
-def _multiply_side(at: Any, fill: Any, step: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
-                   where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """The warps that multiply: this warp's columns of 16 rows of ``w`` a unit. Returns the slots used and the steps."""
+def _load_side(at: Any, warp: Any, lane: Any, p: Static) -> list[Any]:
+    """This warp's columns of ``a`` as operands."""
     token, part = lane >> 2, lane & 3
     # a warp without columns multiplies those of another by zeros
     own = cutlass.min(warp * p.own_steps, Int32(p.side_steps - p.own_steps))
     real = (token < p.tokens) & (warp * p.own_steps < p.side_steps)
     source = at.a.toint() + Int64(token) * (2 * p.stride_a) + Int64(own * 2 * STEP + part * 4)
-    a = [load_words(source + 16 * i, 1, guard=select(real, Int32(1), Int32(0)))[0] for i in range(2 * p.own_steps)]
+    return [load_words(source + 16 * i, 1, guard=select(real, Int32(1), Int32(0)))[0] for i in range(2 * p.own_steps)]
+
+
+@cute.jit
+def _multiply_side(a: Any, fill: Any, step: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
+                   where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The warps that multiply: this warp's columns of 16 rows of ``w`` a unit. Returns the slots used and the steps."""
     for unit in cutlass.range(first_side(block, count, p), p.side_units, 2 * p.blocks, unroll=1):
         sums = _take_side(a, fill, warp, lane, shared, where, p)
         fill = fill + 1
@@ -217,13 +222,12 @@ def _multiply_side(at: Any, fill: Any, step: Any, count: Any, block: Any, warp: 
 
 
 @cute.jit
-def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, which: cutlass.Constexpr,
+def _finish_units(act: Any, step: Any, count: Any, block: Any, lane: Any, shared: Any, which: cutlass.Constexpr,
                   where: cutlass.Constexpr, p: cutlass.Constexpr):
     """Finisher ``which``: adds up the warps' sums of its units of each step, applies SiTU and publishes the activations
     of their 8 rows. Returns the steps."""
-    step = Int32(0)
     row, part = lane >> 2, lane & 3
-    for first in cutlass.range(block, count * p.tiles, 2 * p.blocks, unroll=1):
+    for first in cutlass.range(first_run(block, p), count * p.tiles, 2 * p.blocks, unroll=1):
         for half in cutlass.range_constexpr(which, 2, p.finishers):
             sums = add_warps(step, lane, shared, half, half + p.finishers >= 2, where, p)
             found = [situ(sums[i], sums[2 + i], p.beta, p.linear_beta) * 2.0**p.act_exponent for i in range(2)]
@@ -245,7 +249,7 @@ def _finish_units(act: Any, count: Any, block: Any, lane: Any, shared: Any, whic
 @cute.jit
 def _finish_side(out: Any, step: Any, count: Any, block: Any, lane: Any, shared: Any, which: cutlass.Constexpr,
                  where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """Finisher ``which``: adds up the warps' sums of 16 columns of ``s`` and stores them as bf16."""
+    """Finisher ``which``: adds up the warps' sums of 16 columns of ``s`` and stores them as bf16. Returns the steps."""
     row, part = lane >> 2, lane & 3
     for first in cutlass.range(first_side(block, count, p), p.side_units, 2 * p.blocks, unroll=1):
         for half in cutlass.range_constexpr(which, 2, p.finishers):
@@ -257,14 +261,19 @@ def _finish_side(out: Any, step: Any, count: Any, block: Any, lane: Any, shared:
                 store_half(place, words[i // 2] >> (16 * (i % 2)),
                            guard=select((token < p.tokens) & (unit < p.side_units), Int32(1), Int32(0)))
         step = step + 1
+    return step
 
 
 @cute.jit
-def _finish(at: Any, act: Any, count: Any, block: Any, lane: Any, shared: Any, which: cutlass.Constexpr,
+def _finish(at: Any, act: Any, block: Any, lane: Any, shared: Any, which: cutlass.Constexpr,
             where: cutlass.Constexpr, p: cutlass.Constexpr):
     """All of a finisher."""
-    step = _finish_units(act, count, block, lane, shared, which, where, p)
-    if cutlass.const_expr(p.side_width > 0):
+    step = Int32(0)
+    if cutlass.const_expr(p.side_first):
+        step = _finish_side(at.s.toint(), step, step, block, lane, shared, which, where, p)
+    count = _await_list(shared, where)
+    step = _finish_units(act, step, count, block, lane, shared, which, where, p)
+    if cutlass.const_expr(p.side_width > 0 and not p.side_first):
         _finish_side(at.s.toint(), step, count, block, lane, shared, which, where, p)
 
 
@@ -394,9 +403,10 @@ def _await_list(shared: Any, where: Any) -> Any:
 @cute.jit
 def _copy(at: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
     """The copier. The first row's experts are streamed before the others are sorted."""
+    fill = slots_before(block, p)
     if cutlass.const_expr(p.early):
         list_first_row(at, lane, shared, where, p)
-        fill = copy_units(at, Int32(0), Int32(p.top_k), block, lane, shared, where, p)
+        fill = copy_units(at, fill, Int32(p.top_k), block, lane, shared, where, p)
         count = Int32(p.top_k)
         if cutlass.const_expr(p.tokens > 1):
             count = _await_list(shared, where)
@@ -404,7 +414,7 @@ def _copy(at: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
     else:
         count = _await_list(shared, where)
         if cutlass.const_expr(p.bulk):
-            copy_by_rows(at, Int32(0), count, block, lane, shared, where, p)
+            copy_by_rows(at, fill, count, block, lane, shared, where, p)
         else:
             copy_by_lanes(at, count, Int32(0), block, lane, shared, where, p)
 
@@ -420,12 +430,15 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
     shared = cute.arch.get_dyn_smem(cutlass.Uint8, 128).toint()
     _start(thread, shared, where, p)
     cute.arch.sync_threads()
+    copier, second, finisher = p.warps, p.warps + 1, p.warps + 2
+    if cutlass.const_expr(p.side_first):  # noqa: SIM102 - known while the kernel is traced
+        if warp == copier:
+            copy_side(at, Int32(0), Int32(0), block, lane, shared, where, p)
     await_producers(p.dependent)
     epochs = at.epochs.toint() + Int64(block) * 4
     epoch = load_words(epochs, 1)[0]
     part = p.tokens * p.top_k * p.tiles * FRAGMENT
     act = at.act.toint() + Int64(epoch & 1) * part
-    copier, second, finisher = p.warps, p.warps + 1, p.warps + 2
     if warp != finisher:
         cute.arch.barrier_arrive(barrier_id=COUNTED, number_of_threads=p.threads, aligned=False)
     if warp == copier:
@@ -438,10 +451,10 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
         cute.arch.sync_warp()
         if lane == 0:
             arrive(shared + where["listed"])
-        count = load_word(shared + where["count"])
         if cutlass.const_expr(p.bulk):
-            _finish(at, act, count, block, lane, shared, 1, where, p)
+            _finish(at, act, block, lane, shared, 1, where, p)
         else:
+            count = load_word(shared + where["count"])
             copy_by_lanes(at, count, Int32(1), block, lane, shared, where, p)
     elif warp == finisher:
         # the other part was read by the launch before and has to be zero for the next
@@ -451,14 +464,18 @@ def _moe_experts(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr)
         cute.arch.barrier(barrier_id=COUNTED, number_of_threads=p.threads)
         if lane == 0:
             store_words(epochs, [epoch + 1])
-        count = _await_list(shared, where)
-        _finish(at, act, count, block, lane, shared, 0, where, p)
+        _finish(at, act, block, lane, shared, 0, where, p)
     else:
+        fill, step = Int32(0), Int32(0)
+        a = _load_side(at, warp, lane, p) if p.side_first else []
         x, factors = _load_x(at.x.toint(), warp, lane, p)
+        if cutlass.const_expr(p.side_first):
+            fill, step = _multiply_side(a, fill, step, Int32(0), block, warp, lane, shared, where, p)
         count = _await_list(shared, where)
-        fill, step = _multiply_up(x, factors, count, block, warp, lane, shared, where, p)
-        if cutlass.const_expr(p.side_width > 0):
-            fill, step = _multiply_side(at, fill, step, count, block, warp, lane, shared, where, p)
+        fill, step = _multiply_up(x, factors, fill, step, count, block, warp, lane, shared, where, p)
+        if cutlass.const_expr(p.side_width > 0 and not p.side_first):
+            a = _load_side(at, warp, lane, p)
+            fill, step = _multiply_side(a, fill, step, count, block, warp, lane, shared, where, p)
         if p.blocks - 1 - block < p.column_blocks:
             total = _multiply_down(act, fill, count, block, warp, lane, shared, where, p)
             _store_columns(at.out.toint(), total, step, block, thread, shared, where, p)
@@ -468,6 +485,7 @@ def bind(call: Call) -> Launch:
     """x, ids, rank, weights, w1, w3, s1, s3, w2, s2 -> out; with the projection beside, a, w -> s."""
     config = Config(**call.config)
     static, arguments = read_call(call, Static, TOKENS, slots=config.slots, bulk=config.bulk, warps=config.warps,
-                                  rounds=rounds(call))
+                                  side_first=config.side_first, rounds=rounds(call))
+    assert not static.side_first or (static.bulk and static.side_width), f"{config}: nothing to copy first"
     return KernelLaunch(_moe_experts, (static.blocks, 1, 1), static.threads, arguments, static,
                         shared=static.place()["end"], dependent=static.dependent)

@@ -84,12 +84,15 @@ def _plan(region: Region, slots: int, blocks: int, run: int, warps: int = WARPS)
 
 def configs(region: Region) -> list[dict[str, Any]]:
     """As much in flight as fits first; fewer slots leave room for a neighbour's blocks. Then with more warps, where
-    each has fewer columns to multiply and more of them hide what one waits for."""
+    each has fewer columns to multiply and more of them hide what one waits for; and with the projection beside the
+    experts first, whose weights are on their way while the producers end."""
     fitting = [slots for slots in (6, 4, 3, 2) if _fits(region, slots)]
     found: list[dict[str, Any]] = [{"slots": slots, "bulk": bulk} for bulk in (True, False) for slots in fitting]
     if _plan(region, 2, 132, 0, MANY).own_groups < _plan(region, 2, 132, 0).own_groups:
         found += [{"slots": slots, "bulk": True, "warps": MANY} for slots in (5, 4, 3)
                   if _fits(region, slots, warps=MANY)]
+    if "w" in region.binding:
+        found += [config | {"side_first": True} for config in found if config["bulk"]]
     return found
 
 

@@ -26,11 +26,13 @@ def _least_each(parts: int, warps: int) -> int:
 @dataclass(frozen=True)
 class Config:
     """Slots of the ring of weights (fewer leave room for a neighbour on the multiprocessor), who copies: one warp by
-    ``bulk`` copies of rows, or two warps 16 bytes a lane, and how many warps multiply."""
+    ``bulk`` copies of rows, or two warps 16 bytes a lane, how many warps multiply, and whether the projection beside
+    the experts comes first, its weights before the wait for the producers."""
 
     slots: int = 6
     bulk: bool = True
     warps: int = WARPS
+    side_first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ class Static(Sizes):
     rounds: bool  # activations to MXFP8
     run: int = 1  # units of one expert that a block does one after the other
     warps: int = WARPS  # that multiply
+    side_first: bool = False  # the projection beside the experts comes before them
 
     @property
     def multiplying(self) -> int:

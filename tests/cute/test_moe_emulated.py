@@ -111,15 +111,16 @@ def test_gathered_experts(rows: int, tp: int, experts: str, numerics: Any, block
     check("experts.moe_experts_gathered", region, setting, {"slots": slots, "run": run}, blocks, change=choose)
 
 
-@pytest.mark.parametrize(("rows", "tp", "experts", "bulk", "slots", "blocks", "warps"), [
-    (1, 1, "tp", True, 2, 3, 16), (2, 2, "tp", False, 3, 4, 16), (8, 2, "ep", True, 2, 5, 28),
-    (8, 1, "tp", False, 2, 3, 16)])
+@pytest.mark.parametrize(("rows", "tp", "experts", "bulk", "slots", "blocks", "extra"), [
+    (1, 1, "tp", True, 2, 3, {}), (2, 2, "tp", False, 3, 4, {}), (8, 2, "ep", True, 2, 5, {"warps": 28}),
+    (8, 1, "tp", False, 2, 3, {}), (1, 1, "tp", True, 2, 3, {"side_first": True}),
+    (3, 2, "tp", True, 9, 4, {"side_first": True}), (8, 2, "ep", True, 3, 5, {"side_first": True, "warps": 28})])
 def test_experts_and_the_shared_product_beside(rows: int, tp: int, experts: str, bulk: bool, slots: int, blocks: int,
-                                               warps: int) -> None:
+                                               extra: Mapping[str, Any]) -> None:
     """Both are right, and the experts' part is to the bit what they make alone."""
     setting = Setting("small", BESIDE, tp, rows, 1, experts, kernel_check.PLAIN if bulk else kernel_check.FP8)
     compare_with_alone("experts.moe_experts", moe_experts_menu.KERNELS[:2], setting,
-                       {"slots": slots, "bulk": bulk, "warps": warps}, blocks)
+                       {"slots": slots, "bulk": bulk, **extra}, blocks)
 
 
 @pytest.mark.parametrize(("rows", "tp", "experts", "blocks", "slots", "run"), [
@@ -136,17 +137,18 @@ def compare_with_alone(module: str, kernels: Any, setting: Setting, config: Mapp
     tensors = check(module, both, setting, config, blocks)
     own = {name: tensors[name] for name in alone.inputs} | {
         name: torch.full_like(tensors[name], torch.nan) for name in alone.outputs}
-    launch, scratch = bind(module, alone, own, config, blocks)
+    launch, scratch = bind(module, alone, own, {n: v for n, v in config.items() if n != "side_first"}, blocks)
     warp_emulator.run(launch, [*own.values(), *scratch.values()], 7)
     assert set(both.outputs) == {*alone.outputs, both.binding["s"]}
     assert all(torch.equal(own[name], tensors[name]) for name in alone.outputs)
 
 
-@pytest.mark.parametrize("bulk", [True, False], ids=["rows", "lanes"])
-def test_a_rank_without_experts_of_the_step_has_the_shared_product(bulk: bool) -> None:
+@pytest.mark.parametrize("extra", [{"bulk": True}, {"bulk": False}, {"side_first": True}],
+                         ids=["rows", "lanes", "first"])
+def test_a_rank_without_experts_of_the_step_has_the_shared_product(extra: Mapping[str, Any]) -> None:
     setting = Setting("small", BESIDE, 2, 2, 1, "ep")
     region = region_of(moe_experts_menu.KERNELS[1:2], setting)
-    tensors = check("experts.moe_experts", region, setting, {"slots": 2, "bulk": bulk}, 3,
+    tensors = check("experts.moe_experts", region, setting, {"slots": 2, **extra}, 3,
                     change=lambda inputs: inputs["ids"].fill_(0))
     assert not tensors[region.binding["out"]].any()
     assert tensors[region.binding["s"]].any()
