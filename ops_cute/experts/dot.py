@@ -147,7 +147,7 @@ def add_warps(step: Any, lane: Any, shared: Any, half: cutlass.Constexpr, last: 
     sums = load_shared(at, 4)
     if cutlass.const_expr(p.warps > WARPS):
         # few registers: no more than 9 at once
-        for warp in cutlass.range(1, p.warps, unroll=9):
+        for warp in cutlass.range(1, p.warps, 1, unroll=9):
             more = load_shared(at + warp * 32 * FRAGMENT, 4)
             sums = [a + b for a, b in zip(sums, more, strict=True)]
     else:

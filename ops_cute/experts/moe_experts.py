@@ -13,9 +13,9 @@ they are and stream before the others are sorted.
 * The copier (``copy_weights.py``) streams weights through a ring of slots in shared memory: first the units of 8
   gate and 8 up rows that are this block's (every ``blocks``-th of all experts' units), then units of 16 rows of ``w``
   (the count goes on, so blocks differ by one unit in all; with ``side_first`` these come before the experts), then of
-  every expert the rows of W2 that make this block's columns. It never waits for anything but a free slot, so W2 is on its way while the first half computes. With
-  ``bulk`` one warp hands rows to the copy engine, without it two warps copy 16 bytes a lane (``cp.async``), slot by
-  slot in turn;
+  every expert the rows of W2 that make this block's columns. It never waits for anything but a free slot, so W2 is on
+  its way while the first half computes. With ``bulk`` one warp hands rows to the copy engine, without it two warps copy
+  16 bytes a lane (``cp.async``), slot by slot in turn;
 * 16 warps multiply, or 28 with 64 registers a thread. In the first half each has its columns of x as operands in
   registers, for the whole launch: of a unit, gate rows are rows 0 to 7 of a matrix instruction, up rows are 8 to 15,
   tokens its 8 columns, so one lane has the gate and the up of the same row. All tokens are multiplied with all experts
