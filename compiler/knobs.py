@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from .errors import BindError
+
 PREFIX = "K3PLAN_"
 
 
@@ -26,7 +28,18 @@ class Knob:
 LAUNCH_LOG = Knob("K3PLAN_LAUNCH_LOG", "", "file that names each launch before it starts and after it has ended; steps "
                   "then run one launch at a time (k3plan graph crash sets it)")
 CACHE = Knob("K3PLAN_CACHE", "~/.cache/k3plan", "folder where compiled CuTe DSL kernels are kept, or off")
-KNOBS: tuple[Knob, ...] = (LAUNCH_LOG, CACHE)
+# a multiprocessor that is to be divided otherwise must first be empty, so kernels of different needs do not overlap
+CARVEOUT = Knob("K3PLAN_CARVEOUT", "", "percent of a multiprocessor's memory, 0 to 100, that every kernel of ours "
+                "prefers as shared memory, in place of what the driver finds best for each")
+KNOBS: tuple[Knob, ...] = (LAUNCH_LOG, CACHE, CARVEOUT)
+
+
+def carveout() -> int | None:
+    """Percent that ``CARVEOUT`` asks for, None when it is unset. Raises BindError for anything else."""
+    text = CARVEOUT.read()
+    if text and not (text.isdecimal() and int(text) <= 100):
+        raise BindError(f"{CARVEOUT.name} is {text!r}, not a percentage\n  fix: unset it, or give it 0 to 100")
+    return int(text) if text else None
 
 
 # of the libraries that k3plan drives: NVLink multicast can take the GPUs of a shared host out of service

@@ -40,6 +40,7 @@ from cutlass.base_dsl.compiler import DumpDir
 from cutlass.cute.runtime import make_ptr
 
 from ..compiler.errors import BindError
+from ..compiler.knobs import carveout
 from . import cubin_cache
 
 DTYPES: dict[torch.dtype, Any] = {
@@ -257,6 +258,9 @@ def _function(launch: KernelLaunch, device: torch.device) -> Any:
     if launch.cluster[0] * launch.cluster[1] * launch.cluster[2] > PORTABLE_CLUSTER:
         _check(cuda.cuFuncSetAttribute(function, wanted.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
                f"cluster of {launch.cluster}")
+    if (percent := carveout()) is not None:
+        _check(cuda.cuFuncSetAttribute(function, wanted.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent),
+               f"{percent} % of shared memory")
     return function
 
 

@@ -5,6 +5,7 @@ would launch. Nothing here knows an op.
 """
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
+
+from ..compiler.knobs import carveout
+
+PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 
 
 @triton.jit
@@ -53,8 +58,10 @@ class KernelLaunch:
     options: Mapping[str, Any] = field(default_factory=dict)  # launch options, such as launch_pdl
 
     def __call__(self) -> None:
-        self.kernel[self.grid](**self.pointers, **self.constants, num_warps=self.num_warps,
-                               num_stages=self.num_stages, **self.options)
+        compiled = self.kernel[self.grid](**self.pointers, **self.constants, num_warps=self.num_warps,
+                                          num_stages=self.num_stages, **self.options)
+        if not INTERPRET and (percent := carveout()) is not None:
+            prefer_shared(compiled.function, percent)
 
     def compile(self) -> None:
         """Fills the compiler's cache on disk for this launch, without launching it. Pointers may be on "meta"."""
@@ -72,6 +79,12 @@ class KernelLaunch:
         compiled = self.kernel.warmup(**self.pointers, **self.constants, grid=self.grid, num_warps=self.num_warps,
                                       num_stages=self.num_stages, **self.options)
         return int(compiled.metadata.shared)
+
+
+def prefer_shared(function: int, percent: int) -> None:
+    """From its next launch on ``function``, the driver's handle, wants so much of a multiprocessor's memory shared."""
+    status = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), PREFERRED_CARVEOUT, percent)
+    assert status == 0, f"the driver refuses {percent} % of shared memory: error {status}"
 
 
 def launch_options(dependent_launch: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("cutlass")
 import cutlass
 import cutlass.cute as cute
 
+from k3plan.compiler.errors import BindError
 from k3plan.compiler.launches import LaunchSequence
 from k3plan.ops_cute import compile_check, launching
 from k3plan.ops_cute.launching import (
@@ -152,6 +154,29 @@ def test_a_launch_made_from_another_is_prepared_for_itself(monkeypatch: pytest.M
     for _ in range(2):
         sequence()
     assert ran == [1, 2, 3] * 2
+
+
+def test_a_preferred_carveout_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, int]] = []
+    driver = SimpleNamespace(
+        CUresult=launching.cuda.CUresult, CUfunction_attribute=launching.cuda.CUfunction_attribute,
+        cuModuleLoadData=lambda cubin: (launching.cuda.CUresult.CUDA_SUCCESS, "module"),
+        cuModuleGetFunction=lambda module, name: (launching.cuda.CUresult.CUDA_SUCCESS, "function"),
+        cuFuncSetAttribute=lambda _, attribute, value: (
+            asked.append((attribute, value)) or launching.cuda.CUresult.CUDA_SUCCESS,))
+    monkeypatch.setattr(launching, "cuda", driver)
+    monkeypatch.setattr(launching, "target_of", lambda device: "sm_90a")
+    monkeypatch.setattr(launching, "_FUNCTIONS", {})
+    own = launch_on("cpu")
+    assert launching._function(own, torch.device("cuda", 0)) == "function"
+    assert not asked
+    monkeypatch.setenv("K3PLAN_CARVEOUT", "100")
+    launching._function(own, torch.device("cuda", 0))
+    assert asked == [(driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)]
+    for wrong in ("101", "all", "-1"):
+        monkeypatch.setenv("K3PLAN_CARVEOUT", wrong)
+        with pytest.raises(BindError, match="0 to 100"):
+            launching._function(own, torch.device("cuda", 0))
 
 
 def test_grids_are_whole_clusters() -> None:
