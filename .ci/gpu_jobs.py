@@ -36,7 +36,9 @@ JOBS = (
                 "--seconds $((SECONDS_LEFT - 330)) --times $OUT/times.json --in-step --out $OUT/h200.json && "
                 f"cp $OUT/h200.json {TABLE} && k3plan bench {TP16} --profiles auto,stock --rows {ROWS}", 580),
     Job("bench", f"k3plan bench {TP16} --profiles auto,stock --rows {ROWS}", 200, asked=True),
-    Job("buckets", f"k3plan graph record {TP16} --buckets --no-time --out $OUT/step.json", 240),
+    Job("carveout", f"k3plan bench {TP16} --profiles auto --rows 1x1,1x8 && "
+                    f"K3PLAN_CARVEOUT=100 k3plan bench {TP16} --profiles auto --rows 1x1,1x8", 140),
+    Job("buckets", f"k3plan graph record {TP16} --buckets --out $OUT/step.json", 280),
     Job("step", f"k3plan graph record {TP16} --rows 1x1 --out $OUT/step.json && k3plan graph time $OUT/step.json", 90),
     Job("numerics", f"k3plan tune {TP16} --only mla_attend,experts --rows 1x1,8x1 --seconds $((SECONDS_LEFT - 30)) "
                     "--set numerics.kv_cache=fp8_e4m3 --set numerics.expert_activation=mxfp8 --out $OUT/fp8.json", 180),
