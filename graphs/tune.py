@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -60,6 +61,23 @@ def jobs(spec: Spec, kernels: Iterable[KernelDef], rows: Sequence[tuple[int, int
                     model = model_us(device, region, 1)
                     found[region.kernel.id, key] = Job(region, key, tuple(map(dict, configs)), model)
     return list(found.values())
+
+
+def spread(found: Sequence[Job], most: int) -> list[Job]:
+    """Of jobs of one kernel, one size of step and equal weights, ``most`` evenly: of 8 numbers of residual blocks the
+    first and the last of two. The others take the configuration of the nearest."""
+    groups: dict[object, list[Job]] = defaultdict(list)
+    for job in found:
+        binding = job.region.binding
+        values = [job.region.value(name) for name in binding]
+        weights = tuple(value.shape for value in values if value.role == "weight")
+        rows = frozenset(value.shape[:1] for value in values if value.role != "weight")
+        groups[job.region.kernel.id, frozenset(binding), weights, rows].append(job)
+    kept: set[int] = set()
+    for group in groups.values():
+        few, last = min(most, len(group)), len(group) - 1
+        kept.update(id(group[i * last // max(1, few - 1)]) for i in range(few))
+    return [job for job in found if id(job) in kept]
 
 
 @dataclass(frozen=True)

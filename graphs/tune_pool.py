@@ -22,7 +22,7 @@ from ..compiler.kernel import KernelDef
 from ..compiler.spec import Spec
 from .bench import random_inputs, time_region
 from .launch import allocate, bind_region, scratch_of
-from .tune import Job, Outcome, jobs, time_job
+from .tune import Job, Outcome, jobs, spread, time_job
 from .verify import check_of
 
 PATIENCE_SECONDS = 60.0  # for one job; a kernel that hangs is a failure like another
@@ -39,11 +39,13 @@ class Workload:
     most_configs: int = 1000
     time_one: Callable[..., Any] = time_region
     check_of: Callable[..., Any] = check_of
+    most_shapes: int = 1000
 
     def jobs(self) -> list[Job]:
-        """Jobs of the kernels whose id contains one of ``only`` (parts between commas), of ``most_configs`` at most."""
+        """Jobs of the kernels whose id contains one of ``only`` (parts between commas), with ``most_configs`` each, and
+        ``most_shapes`` of those that ``spread`` takes for neighbours, at most."""
         wanted = [job for job in jobs(self.spec, self.load_kernels(), self.rows) if self._wants(job.region.kernel.id)]
-        return [replace(job, configs=job.configs[: self.most_configs]) for job in wanted]
+        return [replace(job, configs=job.configs[: self.most_configs]) for job in spread(wanted, self.most_shapes)]
 
     def _wants(self, kernel: str) -> bool:
         return any(part in kernel for part in self.only.split(","))

@@ -28,6 +28,7 @@ from k3plan.graphs.tune import (
     jobs,
     lines_text,
     merge_tables,
+    spread,
     table,
     time_job,
     tuned_lines,
@@ -181,6 +182,23 @@ def test_a_kernel_that_faults_loses_its_shape_and_no_other() -> None:
         "1x7168,7168": True, "2x7168,7168": False, "3x7168,7168": True}
     assert "the process ended with 9" in outcomes["2x7168,7168"].failures[0]
     assert "3 shapes, 9 configurations" in said[0]
+
+
+def test_few_of_the_shapes_that_differ_in_no_weight_are_timed() -> None:
+    """One to eight residual blocks at one row and at two; weights of projections are all timed."""
+    spec = load_spec(K3, ("model.layers=[0,12,24,36,48,60,72,84]",))
+    found = jobs(spec, [k for k in kernels() if k.id in ("cute.attn_res_mix", "cute.staged_linear")], ((1, 1), (2, 1)))
+    blocks, others = [], []
+    for job in found:
+        (blocks if job.region.kernel.id == "cute.attn_res_mix" else others).append(job)
+    counts = sorted(job.key.count("x") for job in blocks)
+    assert counts == sorted(2 * [*range(2, 10)])
+    assert sorted(job.key.count("x") for job in spread(blocks, 3)) == [2, 2, 5, 5, 9, 9]
+    assert spread(found, 1000) == found
+    every, few = ({(job.region.kernel.id, job.key.rpartition(",")[2]) for job in some}
+                  for some in (others, spread(others, 1)))
+    assert every == few
+    assert {kernel for kernel, _ in few} == {"cute.staged_linear", "torch.linear"}
 
 
 def test_what_was_timed_is_kept_when_the_command_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
