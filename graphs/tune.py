@@ -68,11 +68,11 @@ def spread(found: Sequence[Job], most: int) -> list[Job]:
     first and the last of two. The others take the configuration of the nearest."""
     groups: dict[object, list[Job]] = defaultdict(list)
     for job in found:
-        binding = job.region.binding
-        values = [job.region.value(name) for name in binding]
+        region = job.region
+        values = [region.graph.values[name] for name in region.inputs]
         weights = tuple(value.shape for value in values if value.role == "weight")
         rows = frozenset(value.shape[:1] for value in values if value.role != "weight")
-        groups[job.region.kernel.id, frozenset(binding), weights, rows].append(job)
+        groups[region.kernel.id, frozenset(region.binding), weights, rows].append(job)
     kept: set[int] = set()
     for group in groups.values():
         few, last = min(most, len(group)), len(group) - 1
