@@ -6,7 +6,6 @@ own; a test compares the two.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +15,6 @@ from safetensors.torch import save_file
 
 from ..compiler.model import ModelConfig
 from .checkpoint import INDEX
-from .load import TORCH_DTYPES
 from .random_weights import RandomSource
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape)
@@ -98,18 +96,6 @@ def tensor_list(model: ModelConfig) -> Tensors:
     })  # fmt: skip
     tensors |= {model.tensor_prefix + name: entry for name, entry in outer.items()}
     return tensors | {model.head_name: ("bf16", (model.vocab, model.hidden))}
-
-
-def tensor_bytes(tensors: Tensors, names: Iterable[str] | None = None) -> int:
-    """Bytes of the named tensors, or of all."""
-    total = 0
-    for name in tensors if names is None else names:
-        dtype, shape = tensors[name]
-        size = TORCH_DTYPES[dtype].itemsize
-        for n in shape:
-            size *= n
-        total += size
-    return total
 
 
 def _matrices(shapes: dict[str, tuple[int, ...]]) -> Tensors:

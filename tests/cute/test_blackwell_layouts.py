@@ -17,13 +17,14 @@ import pytest
 import real_shapes
 import tensor_core
 import torch
+from pack_mxfp4 import pack_mxfp4
 from tensor_core import Core
 
 from k3plan.compiler.build import build_graph
 from k3plan.compiler.compile import compile_spec
 from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.kernel import Menu, Region
-from k3plan.compiler.ops.mxfp4 import E2M1, pack_mxfp4, unpack_mxfp4
+from k3plan.compiler.ops.mxfp4 import E2M1, unpack_mxfp4
 from k3plan.compiler.ops.mxfp8 import round_to_mxfp8
 from k3plan.compiler.passes.merge import merge_projections
 from k3plan.compiler.passes.shard import algebra_of, shard_graph

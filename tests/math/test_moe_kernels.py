@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pack_mxfp4 import pack_mxfp4
 from torch import Tensor
 
 from k3plan.compiler.call import Call
 from k3plan.compiler.ops import OPS
-from k3plan.compiler.ops.mxfp4 import E2M1, pack_mxfp4
+from k3plan.compiler.ops.mxfp4 import E2M1
 from k3plan.compiler.ops.mxfp8 import round_to_mxfp8
 
 SITU = {"beta": 4.0, "linear_beta": 25.0}

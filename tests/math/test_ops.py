@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pack_mxfp4 import pack_mxfp4
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -20,7 +21,7 @@ from k3plan.compiler.ops.head import argmax_key, token_of_key
 from k3plan.compiler.ops.linear import add, linear, sigmoid_mul, silu_and_mul, situ_and_mul
 from k3plan.compiler.ops.mla import mla_absorb_q, mla_absorb_v, mla_append, mla_attend
 from k3plan.compiler.ops.moe import experts_combine, experts_down, experts_gate_up, router_topk
-from k3plan.compiler.ops.mxfp4 import pack_mxfp4, unpack_mxfp4
+from k3plan.compiler.ops.mxfp4 import unpack_mxfp4
 from k3plan.compiler.ops.mxfp8 import E4M3_MAX, GROUP, round_to_mxfp8
 from k3plan.compiler.ops.norm import gated_rms_norm, rms_norm
 
