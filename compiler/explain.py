@@ -1,7 +1,8 @@
-"""Plans in words: the summary that ``compile`` prints, the reasons of one launch, the difference of two plans."""
+"""A plan in words: the summary that ``compile`` prints, and the reasons of one launch."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from .device import Device, load_device
@@ -156,19 +157,37 @@ def _fused(plan: LaunchPlan) -> list[str]:
 
 
 def explain(plan: LaunchPlan, what: str) -> str:
-    """Why the launches that match ``what`` (a launch, node, tensor or kernel name, or a part of one) are as they are.
+    """Why the launches that match ``what`` are as they are: the name of a launch, node, tensor, layer (``L5``) or
+    kernel, or a part of one. Equal reasons are told once. Of a kernel that no launch took: to which it lost, and why.
 
-    Equal reasons are told once. Raises PlanError when nothing matches.
+    Raises PlanError when nothing matches.
     """
-    matching = [launch for launch in plan.launches if what in (launch.id, *launch.nodes, *launch.outputs)]
+    named: tuple[Callable[[Launch], bool], ...] = (
+        lambda x: what in (x.id, *x.nodes, *x.outputs), lambda x: what in x.inputs,
+        lambda x: x.id.startswith(f"{what}."), lambda x: what == plan.choice(x).kernel)
+    matching = next((found for test in named if (found := [x for x in plan.launches if test(x)])), None)
+    lost = [] if matching else _lost(plan, what)
+    if lost:
+        return "\n".join([f"no launch is {what}", *lost])
     matching = matching or [x for x in plan.launches if what in x.id or what in plan.choice(x).kernel]
     if not matching:
+        names = [name for x in plan.launches for name in (x.id, *x.nodes, plan.choice(x).kernel)]
+        near = get_close_matches(what, dict.fromkeys(names), 1, 0.6) or [plan.launches[0].id]
         raise PlanError(f"no launch, node, tensor or kernel is named {what!r}\n"
-                        "  fix: take a name from the launch table, such as " + plan.launches[0].id)
+                        f"  fix: take a name from the launch table, such as {near[0]}")
     by_choice: dict[int, list[Launch]] = {}
     for launch in matching:
         by_choice.setdefault(launch.choice, []).append(launch)
     return "\n\n".join(_reasons(plan, launches) for launches in by_choice.values())
+
+
+def _lost(plan: LaunchPlan, kernel: str) -> list[str]:
+    """Each way in which ``kernel`` was not taken, and where first."""
+    told: dict[str, list[Launch]] = {}
+    for launch in plan.launches:
+        for reason in (why for name, _, why in plan.choice(launch).losers if name == kernel):
+            told.setdefault(f"which {plan.choice(launch).kernel} computes: {reason}", []).append(launch)
+    return [f"  not {x[0].id}{f' and {len(x) - 1} more' if len(x) > 1 else ''}, {text}" for text, x in told.items()]
 
 
 def _reasons(plan: LaunchPlan, launches: list[Launch]) -> str:
@@ -210,62 +229,3 @@ def _tensor(plan: LaunchPlan, name: str) -> str:
     buffer = plan.buffers[tensor.buffer]
     where = f"{buffer.kind} {tensor.buffer}" if tensor.buffer != name else buffer.kind
     return f"{name} {tensor.dtype}{list(tensor.shape)} in {where}"
-
-
-def diff(old: LaunchPlan, new: LaunchPlan) -> str:
-    """What changed from ``old`` to ``new``: spec fields, algebra, launches by layer, totals."""
-    if old.key == new.key:
-        return f"equal: {old.key}"
-    lines = [f"{old.key} -> {new.key}"]
-    lines += [f"  {line}" for line in changed_fields(old, new)]
-    before, after = ({launch.id: launch for launch in p.launches} for p in (old, new))
-    changes: dict[str, list[Launch]] = {}
-    for name in [*before, *(n for n in after if n not in before)]:
-        text = _change(old, new, before.get(name), after.get(name))
-        if text:
-            launch = after.get(name) or before[name]
-            short = name.split(".", 1)[1] if launch.layer is not None else name
-            changes.setdefault(f"{short}: {text}", []).append(launch)
-    for text, launches in changes.items():
-        layers = [launch.layer for launch in launches if launch.layer is not None]
-        where = f" (layers {ranges(layers)})" if layers else ""
-        lines.append(f"  {text}{where}")
-    lines.append(f"  launches {len(old.launches)} -> {len(new.launches)}, step {old.us / 1e3:.3f} -> "
-                 f"{new.us / 1e3:.3f} ms, arena {size(old.arena_bytes)} -> {size(new.arena_bytes)}")
-    return "\n".join(lines)
-
-
-def changed_fields(old: LaunchPlan, new: LaunchPlan) -> list[str]:
-    """Every value of the plan files that differs, a line each."""
-    lines = []
-    for section in ("parallel", "step", "numerics", "choices", "model"):
-        a, b = getattr(old.spec, section), getattr(new.spec, section)
-        lines += [f"{section}.{f}: {getattr(a, f)} -> {getattr(b, f)}" for f in a.__dataclass_fields__
-                  if getattr(a, f) != getattr(b, f)]
-    for name in ("gpu", "profile", "layers", "buckets"):
-        a, b = getattr(old.spec, name), getattr(new.spec, name)
-        if a != b:
-            lines.append(f"{name}: {a} -> {b}")
-    return lines
-
-
-def _change(old: LaunchPlan, new: LaunchPlan, a: Launch | None, b: Launch | None) -> str:
-    if a is None:
-        assert b is not None
-        return f"added, {new.choice(b).kernel} {new.choice(b).us:.2f} us"
-    if b is None:
-        return f"removed, {old.choice(a).kernel} {old.choice(a).us:.2f} us"
-    x, y = old.choice(a), new.choice(b)
-    if x.kernel != y.kernel:
-        return f"{x.kernel} {x.us:.2f} us -> {y.kernel} {y.us:.2f} us"
-    if x.config != y.config:
-        return f"{x.kernel} re-tiled ({settings(x.config)}) -> ({settings(y.config)}), {x.us:.2f} -> {y.us:.2f} us"
-    if (a.stream, a.dependent) != (b.stream, b.dependent):
-        return f"stream {a.stream}{_early(a)} -> stream {b.stream}{_early(b)}"
-    if abs(x.us - y.us) >= 0.005:
-        return f"{x.kernel} {x.us:.2f} -> {y.us:.2f} us"
-    return ""
-
-
-def _early(launch: Launch) -> str:
-    return " early" if launch.dependent else ""

@@ -120,6 +120,3 @@ class Menu:
 
     def __iter__(self) -> Iterator[KernelDef]:
         return iter(self.kernels)
-
-    def __len__(self) -> int:
-        return len(self.kernels)

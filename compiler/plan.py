@@ -83,7 +83,7 @@ class Alternative:
     us: Mapping[str, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LaunchPlan:
     """A compiled step of one rank, for one number of rows. Equal on all ranks."""
 
@@ -99,6 +99,11 @@ class LaunchPlan:
     outputs: Mapping[str, str]  # "tokens" -> tensor
     arena_bytes: int
     key: str = ""
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        return (f"LaunchPlan({self.key}: {spec.model.family}, {len(spec.layers)} layers, {len(self.launches)} "
+                f"launches, {spec.gpu} tp{spec.parallel.tp})")
 
     def choice(self, launch: Launch) -> PlanChoice:
         return self.choices[launch.choice]
@@ -140,17 +145,19 @@ def load_plan(path: str | Path) -> LaunchPlan:
     except OSError as error:
         raise PlanError(f"{path}: {error.strerror}\n  fix: k3plan compile PLAN.yaml --out {path}") from None
     except ValueError as error:
-        raise PlanError(f"{path}: not JSON ({error})\n  fix: compile the plan again") from None
+        source = Path(path).suffix in (".yaml", ".yml")
+        fix = f"k3plan compile {path} --out plan.json, and pass plan.json" if source else "compile the plan again"
+        raise PlanError(f"{path}: {'a plan file, not a launch plan' if source else f'not JSON ({error})'}\n  fix: {fix}"
+                        ) from None
     if not isinstance(data, dict) or "launches" not in data:
         raise PlanError(f"{path}: not a launch plan\n  fix: pass the file that k3plan compile --out wrote")
     if data.get("version") != VERSION:
         raise PlanError(f"{path}: plan version {data.get('version')}, this k3plan reads {VERSION}\n"
                         "  fix: compile the plan again")
-    plan = _parse(data)
-    if _key(data) != plan.key:
-        raise PlanError(f"{path}: content does not match its key {plan.key}\n"
+    if _key(data) != data.get("key"):
+        raise PlanError(f"{path}: content does not match its key {data.get('key')}\n"
                         "  fix: change the plan file and compile again; a launch plan is not edited by hand")
-    return plan
+    return _parse(data)
 
 
 def _line(item: Any) -> str:

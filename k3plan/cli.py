@@ -82,7 +82,7 @@ def explain(plan: Annotated[str, typer.Argument(metavar="PLAN|CODE", help="Launc
 @app.command()
 def diff(old: PlanJson, new: PlanJson) -> None:
     """Say what changed from one launch plan to another. Exits with 1 when they differ."""
-    from .compiler.explain import diff as diff_plans
+    from .compiler.difference import diff as diff_plans
     from .compiler.plan import load_plan
 
     a, b = load_plan(old), load_plan(new)
@@ -112,6 +112,8 @@ def tune(plan: PlanFile, out: Annotated[Path, typer.Option(help="Table to write;
          only: Annotated[str, typer.Option(help="Kernels whose id contains one of these: attn_res,linear.")] = "",
          rows: Annotated[str, typer.Option(help="Sequences x verify rows.")] = "1x1,1x8,8x1,64x1",
          most: Annotated[int, typer.Option(help="Time so many configurations of a shape at most.", min=1)] = 1000,
+         shapes: Annotated[int, typer.Option(help="Time so many shapes that differ in no weight at most: of 8 "
+                                             "numbers of residual blocks, say.", min=1)] = 1000,
          seconds: Annotated[float, typer.Option(help="Stop starting new shapes after this long.")] = 1e9,
          times: Annotated[Path | None, typer.Option(help="Keep the time of every configuration here as well.")] = None,
          in_step: Annotated[bool, typer.Option("--in-step", help="Then settle the plan by times in the step, from all "
@@ -125,7 +127,7 @@ def tune(plan: PlanFile, out: Annotated[Path, typer.Option(help="Table to write;
     from .graphs.tune_pool import tune as time_all
 
     require_gpu("k3plan tune")
-    work = Workload(load_spec(plan, set_ or ()), sizes_of(rows), only, kernels, most)
+    work = Workload(load_spec(plan, set_ or ()), sizes_of(rows), only, kernels, most, most_shapes=shapes)
     source, timed = source_text(), 0
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(merge_tables(out, table([], source)))

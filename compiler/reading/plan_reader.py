@@ -17,7 +17,8 @@ MODEL_NAMES = ("preset", "config")
 
 
 def read_plan(path: str | os.PathLike[str], overrides: Sequence[str], problems: list[Problem]) -> Item | None:
-    """The merged content, without ``extends``. ``None`` when the file itself cannot be read as a mapping."""
+    """The merged content; ``extends`` is left in it where a base could not be read. ``None`` when the file itself
+    cannot be read as a mapping."""
     root = _read_file(os.fspath(path), [], problems, None)
     for number, text in enumerate(overrides, start=1):
         flag = _read_flag(number, text, problems)
@@ -68,6 +69,10 @@ def _read_file(path: str, chain: list[str], problems: list[Problem], asked: Item
         said = "the file is empty" if item.value is None else "a plan file must be a mapping of sections"
         problems.append(item.problem(said, "start with `version: 1` and `model: {preset: kimi-k3}`"))
         return None
+    if "launches" in item.value:
+        problems.append(Problem("this is a launch plan, which compile writes", Origin("yaml", path),
+                                hint="give the plan file (YAML) that it was compiled from"))
+        return None
     bases = item.get("extends")
     own = replace(item, value={key: value for key, value in item.value.items() if key != "extends"})
     if bases is None:
@@ -79,10 +84,13 @@ def _read_file(path: str, chain: list[str], problems: list[Problem], asked: Item
         if os.path.realpath(target) in map(os.path.realpath, seen):
             circle = " -> ".join([*(os.path.basename(name) for name in seen), os.path.basename(target)])
             problems.append(base.problem(f"`extends` runs in a circle: {circle}", "remove one `extends`"))
-            continue
-        loaded = _read_file(target, seen, problems, base)
+            loaded = None
+        else:
+            loaded = _read_file(target, seen, problems, base)
         if loaded is not None:
             merged = loaded if merged is None else _merge(merged, loaded)
+        else:
+            own.value["extends"] = base  # what is missing here may stand there
     return own if merged is None else _merge(merged, own)
 
 

@@ -40,9 +40,9 @@ def find_values(root: Item, problems: list[Problem]) -> tuple[dict[str, Any], di
             if kind != "extra_forbidden":
                 wrong.add(_dotted(loc))
             item, depth = root.find(loc)
-            # likewise a misspelt `model` is not an unknown key and a missing one
-            misspelt = kind == "missing" and _misspelt(str(loc[-1]), root)
-            if not misspelt and not (depth == len(loc) and item.value is None and item.origin in refused):
+            # likewise a misspelt `model` is not an unknown key and a missing one, nor what a lost base may have
+            excused = kind == "missing" and (root.get("extends") or _misspelt(str(loc[-1]), root))
+            if not excused and not (depth == len(loc) and item.value is None and item.origin in refused):
                 problems.append(_explain(root, kind, loc, error.get("ctx", {})))
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = {}

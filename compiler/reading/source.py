@@ -19,7 +19,7 @@ def load_spec(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Sp
     from .plan_values import find_values
 
     problems: list[Problem] = []
-    root = read_plan(path, overrides, problems)
+    root = read_plan(path, [overrides] if isinstance(overrides, str) else overrides, problems)
     if root is None:
         raise SpecError(problems)
     values, origins = find_values(root, problems)

@@ -5,7 +5,6 @@ A code never changes its meaning and is never used again. What each says is data
 """
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -70,19 +69,13 @@ def cuda_errors() -> tuple[CudaCode, ...]:
     return tuple(CudaCode(**{**item, "codes": tuple(item["codes"])}) for item in _read("cuda_errors.json"))
 
 
-def is_code(text: str) -> bool:
-    """Whether ``text`` asks for the catalogue: a code of ours, a CUDA error number, or words of a CUDA error."""
-    return bool(re.fullmatch(r"CG-?\d+|-?\d+", text.strip(), re.I) or find_errors(text))
-
-
 def look_up(text: str) -> list[Code | CudaCode]:
     """Codes that ``text`` names, else the CUDA errors, three at most. Raises PlanError when there is neither."""
     wanted = text.strip()
     ours = [f"CG-{int(n):03d}" for n in re.findall(r"CG-?(\d+)", wanted, re.I)]
     known: list[Code | CudaCode] = [CODES[code] for code in ours if code in CODES]
     if ours and not known:
-        near = difflib.get_close_matches(ours[0], CODES, 3, 0.0)
-        raise PlanError(f"no finding has the code {wanted}\n  fix: take one of {', '.join(sorted(near))}, ...")
+        raise PlanError(f"no finding has the code {wanted}\n  fix: k3plan graph explain all lists them")
     found = known or list[Code | CudaCode](find_errors(wanted)[:3])
     if not found:
         raise PlanError(f"{wanted!r} is no finding code and no CUDA error\n"

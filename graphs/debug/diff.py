@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...compiler.difference import changed_fields
 from ...compiler.errors import RecordError
-from ...compiler.explain import changed_fields, ranges
+from ...compiler.explain import ranges
 from ...compiler.plan import Launch, LaunchPlan, load_plan
 from .record import Record, is_capture, load_record
 

@@ -48,12 +48,6 @@ def render_report(plan: LaunchPlan, record: Record | None = None, findings: Sequ
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _template("report.html"))
 
 
-def write_report(path: str | Path, plan: LaunchPlan, record: Record | None = None,
-                 findings: Sequence[Finding] = (), origins: Mapping[str, Origin] | None = None) -> int:
-    """Writes ``render_report`` to a file; returns its bytes."""
-    return Path(path).write_bytes(render_report(plan, record, findings, origins).encode())
-
-
 @dataclass(frozen=True)
 class Sources:
     """What a report is made from."""

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from k3plan.compiler.compile import compile_spec, lower
+from k3plan.compiler.difference import diff
 from k3plan.compiler.errors import PlanError, ShardError
-from k3plan.compiler.explain import diff, explain, kinds, ranges, settings, summarise
+from k3plan.compiler.explain import explain, kinds, ranges, settings, summarise
 from k3plan.compiler.kernel import KernelDef
 from k3plan.compiler.plan import LaunchPlan, load_plan
 from k3plan.compiler.reading.source import load_spec
@@ -128,6 +129,20 @@ def test_golden_diff() -> None:
     golden("diff.txt", diff(small(), other) + "\n")
 
 
+def test_diff_tells_what_changed_and_counts_what_hardly_did() -> None:
+    old = small()
+    layer = next(x for x in old.launches if x.id == "L1.attn.in_proj")
+    for factor, told in ((1.005, "  1 more at another price, by 1% at most"),
+                         (1.5, "  attn.in_proj: torch.linear, 13.04 -> 19.56 us (layers 1)")):
+        choices = (*old.choices, replace(old.choice(layer), us=old.choice(layer).us * factor))
+        launches = tuple(replace(x, choice=len(old.choices)) if x == layer else x for x in old.launches)
+        assert diff(old, replace(old, choices=choices, launches=launches, key="other")).splitlines()[1] == told
+    moved = replace(old, launches=tuple(replace(x, dependent=not x.dependent) if x == layer else x
+                                        for x in old.launches), key="other")
+    edges = [f"stream 0{' early' * early}" for early in (layer.dependent, not layer.dependent)]
+    assert f"  attn.in_proj: torch.linear {edges[0]} -> {edges[1]}, 13.04 -> 13.04 us (layers 1)" in diff(old, moved)
+
+
 def test_diff_of_a_plan_with_itself() -> None:
     assert diff(small(), small()) == f"equal: {small().key}"
 
@@ -142,6 +157,19 @@ def fused_menu() -> list[KernelDef]:
         KernelDef("test.blackwell", "m = attn_res(s, p, ...)\nh = rms_norm(m, w)\n-> h", "test:bind",
                   arch=("sm_100",)),
     ]
+
+
+def test_explain_by_layer_tensor_and_lost_kernel() -> None:
+    plan = compile_spec(load_spec(K3, ("model.layers=[1, 3, 12, 13]",)), fused_menu())
+    for what in ("L1", "L13", "L1.mlp"):
+        told = [line for line in explain(plan, what).splitlines() if line.startswith("L")]
+        assert {line.split(".")[0] for line in told} == {what.split(".")[0]}
+    assert explain(plan, "L1.attn.in_proj.weight").startswith("L1.attn.in_proj: ")
+    lost = explain(plan, "test.big_rows")
+    assert lost.splitlines()[0] == "no launch is test.big_rows"
+    assert "which test.mix_norm computes: rows 1 below 16" in lost
+    with pytest.raises(PlanError, match=r"fix: take a name from the launch table, such as L1.attn.in_proj$"):
+        explain(plan, "L1.attn.inproj")
 
 
 def test_fusions_are_taken_and_explained_with_numbers() -> None:
@@ -278,6 +306,7 @@ def test_a_dimension_that_does_not_divide_is_named(tmp_path: Path) -> None:
     (lambda d: {**d, "version": 9}, "plan version 9"),
     (lambda d: {**d, "arena_bytes": 1}, "content does not match its key"),
     (lambda d: [], "not a launch plan"),
+    (lambda d: {"version": 1, "launches": []}, "content does not match its key None"),
 ])
 def test_plans_that_are_not_read(tmp_path: Path, change, message: str) -> None:
     path = tmp_path / "plan.json"
@@ -293,6 +322,8 @@ def test_a_plan_that_is_not_there_or_not_json(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{")
     with pytest.raises(PlanError, match="not JSON"):
         load_plan(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match=r"a plan file, not a launch plan\n  fix: k3plan compile .* --out plan.json"):
+        load_plan(K3)
 
 
 def test_kinds_of_the_full_model() -> None:
