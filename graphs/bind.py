@@ -21,7 +21,7 @@ from ..compiler.ops import OPS
 from ..compiler.plan import Launch, LaunchPlan, PlanChoice
 from .launch import entry_point, links_of, make_call
 from .launch_log import logged
-from .load import TORCH_DTYPES, TensorSource, load_weights
+from .load import TORCH_DTYPES, TensorSource, load_weights, source_of
 from .random_weights import RankRandom
 from .stock import bind_op
 from .transport import Transport, transport_of
@@ -39,7 +39,7 @@ class Rank:
     tensors: Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Executable:
     """A bound plan. ``outputs`` are the first bound rank's tensors; ``write`` fills those of all bound ranks."""
 
@@ -48,6 +48,9 @@ class Executable:
     steps: tuple[Callable[[], None], ...]  # of all launches in order; a launch has one a rank, a collective one
     first: tuple[int, ...]  # index of each launch's first step
     sequences: int  # slots of the states, and sequences that the pages are for; more than the plan's when shared
+
+    def __repr__(self) -> str:
+        return f"Executable({self.plan!r}, {len(self.ranks)} ranks on {self.ranks[0].arena.device})"
 
     @property
     def outputs(self) -> dict[str, Tensor]:
@@ -58,8 +61,10 @@ class Executable:
         """Fills step inputs. Raises BindError: an unknown name, another shape, or a value out of range."""
         for name, tensor in inputs.items():
             if name not in self.plan.inputs or name == "rank":
-                raise BindError(f"the plan has no input {name!r}\n  fix: it takes {', '.join(self.plan.inputs)}")
+                known = ", ".join(known for known in self.plan.inputs if known != "rank")
+                raise BindError(f"the plan has no input {name!r}\n  fix: it takes {known}")
             bound = self.ranks[0].tensors[name]
+            check_kind(name, tensor, bound)
             if tensor.shape != bound.shape:
                 raise BindError(f"{name}: shape {tuple(tensor.shape)}, the plan has {tuple(bound.shape)}\n"
                                 "  fix: pad to the plan's rows with -1, or compile a plan of that size")
@@ -73,7 +78,9 @@ class Executable:
             step()
 
     def reset(self, slot: int) -> None:
-        """Empties the state of ``slot`` for a new sequence. Its first step has ``accepted`` 1."""
+        """Empties the state of ``slot`` for a new sequence. Its first step has ``accepted`` 1. Raises BindError."""
+        if not 0 <= slot < self.sequences:
+            raise BindError(f"there is no slot {slot}\n  fix: slots are 0 to {self.sequences - 1}")
         for rank in self.ranks:
             for name, buffer in self.plan.buffers.items():
                 if buffer.kind == "state":
@@ -88,10 +95,11 @@ class Executable:
                     rank.buffers[name].fill_(POISON)
 
 
-def bind(plan: LaunchPlan, source: TensorSource | RankRandom, *, device: str | torch.device = "cpu",
-         transport: Transport | str = "emulated", progress: bool = False, wait_limit: int = 0,
-         shared: Executable | None = None) -> Executable:
-    """Loads the weights of the transport's ranks from ``source``, allocates and resolves each launch to a callable.
+def bind(plan: LaunchPlan, source: TensorSource | Mapping[str, Tensor] | RankRandom, *,
+         device: str | torch.device = "cpu", transport: Transport | str = "emulated", progress: bool = False,
+         wait_limit: int = 0, shared: Executable | None = None) -> Executable:
+    """Loads the weights of the transport's ranks from ``source`` (a Checkpoint or a state dict), allocates and resolves
+    each launch to a callable.
 
     ``transport`` is a Transport, or "emulated" or "loopback". ``wait_limit`` bounds every wait between ranks to so
     many looks at the mailbox, for debugging; 0 waits for ever. ``shared`` is another plan of the same model, bound for
@@ -99,17 +107,19 @@ def bind(plan: LaunchPlan, source: TensorSource | RankRandom, *, device: str | t
 
     Raises CheckpointError (weights) and BindError (a kernel that cannot run on ``device``).
     """
+    require_plan(plan)
+    read = source.load if isinstance(source, RankRandom) else partial(load_weights, source_of(source))
+    device = _device(device)
     transport = transport_of(transport)
     indices = transport.local_ranks(plan.spec.parallel.tp)
     # first of all: between processes this is a meeting, and whatever fails later fails alone
-    boxes = transport.allocate_mailboxes(mailbox_sizes(plan), torch.device(device))
+    boxes = transport.allocate_mailboxes(mailbox_sizes(plan), device)
     ranks = []
     for number, (index, own) in enumerate(zip(indices, boxes, strict=True)):
-        load = source.load if isinstance(source, RankRandom) else partial(load_weights, source)
         kept = _kept(plan, shared, number) if shared is not None else {}
         wanted = {name: weight for name, weight in plan.weights.items() if name not in kept}
-        weights = load(wanted, index, device=device, progress=progress)
-        ranks.append(_allocate(plan, index, {**weights, **own, **kept}, torch.device(device)))
+        weights = read(wanted, index, device=device, progress=progress)
+        ranks.append(_allocate(plan, index, {**weights, **own, **kept}, device))
     steps: list[Callable[[], None]] = []
     first = []
     for number, launch in enumerate(plan.launches):
@@ -119,6 +129,23 @@ def bind(plan: LaunchPlan, source: TensorSource | RankRandom, *, device: str | t
     executable = Executable(plan, tuple(ranks), tuple(steps), tuple(first), sequences)
     executable.poison()
     return logged(executable)
+
+
+def require_plan(plan: object) -> LaunchPlan:
+    """``plan``. Raises BindError: it is something else, such as a path."""
+    if isinstance(plan, LaunchPlan):
+        return plan
+    raise BindError(f"{plan!r} is not a launch plan\n  fix: pass what k3plan.compile_plan or k3plan.load_plan returns")
+
+
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BindError(f"{name!r} is no device of torch\n  fix: pass 'cpu' or 'cuda'") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BindError(f"torch sees no GPU here, and device is {device}\n  fix: k3plan doctor says what is missing")
+    return device
 
 
 def mailbox_sizes(plan: LaunchPlan) -> dict[str, int]:
@@ -142,6 +169,13 @@ def _kept(plan: LaunchPlan, shared: Executable, number: int) -> dict[str, Tensor
     return kept
 
 
+def check_kind(name: str, tensor: object, bound: Tensor) -> None:
+    """Raises BindError: not a tensor, or floats where the step reads integers, which a copy would cut."""
+    if not isinstance(tensor, Tensor) or tensor.is_floating_point() != bound.is_floating_point():
+        said = tensor.dtype if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+        raise BindError(f"{name}: {said}, the step reads {bound.dtype}\n  fix: pass a tensor of that dtype")
+
+
 def check_range(executable: Executable, name: str, tensor: Tensor) -> None:
     """Raises BindError: a value of step input ``name`` that the storage does not have. Reads the values back."""
     step, sequences = executable.plan.spec.step, executable.sequences
@@ -154,7 +188,12 @@ def check_range(executable: Executable, name: str, tensor: Tensor) -> None:
         return
     low, high = limits[name]
     if int(tensor.min()) < low or int(tensor.max()) > high:
-        raise BindError(f"{name}: values {int(tensor.min())} to {int(tensor.max())}, the plan allows {low} to {high}")
+        padding = "-1 is padding; " if low < 0 else ""
+        raise BindError(f"{name}: values {int(tensor.min())} to {int(tensor.max())}, the plan allows {low} to {high}\n"
+                        f"  fix: {padding}correct the values, or compile a plan that serves more")
+    live = [slot for slot in tensor.tolist() if slot >= 0] if name == "slots" else []
+    if len(set(live)) < len(live):
+        raise BindError(f"slots: {live} has one twice\n  fix: give each sequence of the step a slot of its own")
 
 
 def _allocate(plan: LaunchPlan, index: int, given: Mapping[str, Tensor], device: torch.device) -> Rank:

@@ -25,6 +25,8 @@ from ..compiler.recipe import Cat, Leaf, Mul, Recipe, Reshape, Shard, Slice, Sta
 from .boxes import Box, reshaped, shifted, sizes, whole
 from .conversion import DTYPE_NAMES, TORCH_DTYPES, Kinds, can_stand_for, is_rounded, rounding_note
 
+_FIX = "  fix: pass the checkpoint that the plan was compiled for, with its published names"
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -78,6 +80,15 @@ class StateDictSource:
 
     def read(self, name: str, box: Box) -> Tensor:
         return self.tensors[name][tuple(slice(*r) for r in box)]
+
+
+def source_of(checkpoint: TensorSource | Mapping[str, Tensor]) -> TensorSource:
+    """``checkpoint`` itself, or a dict of tensors as a source. Raises BindError: it is neither, such as a path."""
+    if isinstance(checkpoint, Mapping):
+        return StateDictSource(checkpoint)
+    if not hasattr(checkpoint, "read"):
+        raise BindError(f"{checkpoint!r} is no checkpoint\n  fix: pass k3plan.Checkpoint(folder), or a state dict")
+    return checkpoint
 
 
 def load_weights(
@@ -189,12 +200,10 @@ class _Filler:
     def _read(
         self, out: Tensor, names: tuple[str, ...], shape: tuple[int, ...], dtype: str, box: Box
     ) -> None:
-        name, info = _find(self.source, names)
-        if info is None:
-            raise CheckpointError(f"the checkpoint has no tensor {' or '.join(names)}")
+        name, info = find_stored(self.source, names)
         if info.shape != shape or not can_stand_for(info.dtype, dtype):
             raise CheckpointError(
-                f"tensor {name}: the plan reads {dtype} {list(shape)}, found {info.dtype} {list(info.shape)}"
+                f"tensor {name}: the plan reads {dtype} {list(shape)}, found {info.dtype} {list(info.shape)}\n{_FIX}"
             )
         if (dtype == "u8") != (out.dtype == torch.uint8):
             raise GraphError(f"tensor {name}: {dtype} bytes cannot become {out.dtype}")
@@ -232,19 +241,20 @@ def _item_names(names: tuple[str, ...], index: int) -> tuple[str, ...]:
     return tuple(name.replace("{e}", str(index)) for name in names)
 
 
-def _find(source: TensorSource, names: tuple[str, ...]) -> tuple[str, TensorInfo | None]:
+def find_stored(source: TensorSource, names: tuple[str, ...]) -> tuple[str, TensorInfo]:
+    """The first of ``names`` that ``source`` has, and what it has there. Raises CheckpointError: it has none."""
     for name in names:
         info = source.find(name)
         if info is not None:
             return name, info
-    return names[0], None
+    raise CheckpointError(f"the checkpoint has no tensor {' or '.join(names)}\n{_FIX}")
 
 
 def _place(source: TensorSource, recipe: Recipe) -> tuple[str, int]:
     """File and offset of the first tensor that the recipe reads."""
     for names, _, _ in stored_tensors([recipe]):
-        _, info = _find(source, names)
-        return (info.file, info.offset) if info else ("", 0)
+        info = find_stored(source, names)[1]
+        return (info.file, info.offset)
     return ("", 0)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ...compiler.errors import BindError
-from ..bind import Executable, check_range
+from ..bind import Executable, check_kind, check_range
 from ..buckets import Buckets
 
 BY_ROW = ("tokens", "hidden", "positions")  # and the blocks: one entry a row; the others have one a sequence
@@ -21,12 +21,16 @@ def run_step(buckets: Buckets, given: Mapping[str, Tensor | None]) -> dict[str, 
     Returns the plan's outputs as [B, l, ...]: views that the next step of that bucket writes over.
     Raises BindError: no bucket is so large, or an input is missing, unknown, or does not fit.
     """
-    positions, query = given.get("positions"), buckets.executables[0].plan.spec.step.query
-    if positions is None or positions.dim() != 2 or not positions.shape[0] or not 1 <= positions.shape[1] <= query:
-        shape = None if positions is None else tuple(positions.shape)
+    bound, query = buckets.executables[0].ranks[0].tensors, buckets.executables[0].plan.spec.step.query
+    for name, tensor in given.items():
+        if tensor is not None and name in bound:
+            check_kind(name, tensor, bound[name])
+    positions = given.get("positions")
+    shape = None if positions is None else tuple(positions.shape)
+    if shape is None or len(shape) != 2 or not shape[0] or not 1 <= shape[1] <= query:
         raise BindError(f"positions: shape {shape}, a step takes [sequences, 1 to {query} rows]\n"
                         "  fix: pass one row of positions for each sequence, or compile a plan for more rows")
-    count, length = positions.shape
+    count, length = shape
     index = buckets.choose(count)
     executable = buckets.executables[index]
     write_inputs(executable, given)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...compiler.errors import BindError
 from ...compiler.plan import LaunchPlan
+from ..bind import require_plan
 from ..buckets import Buckets
 from ..load import TensorSource
 from .hf_cache import CacheMirror
@@ -39,7 +40,8 @@ class DecodeLayer(DecodeStep):
     def from_plan(cls, plan: LaunchPlan | Sequence[LaunchPlan], checkpoint: TensorSource | Mapping[str, Tensor], *,
                   prefix: str | None = None, **how: Any) -> Any:
         """As ``DecodeStep.from_plan``. Raises BindError: the plan is not of one layer."""
-        spec = (plan if isinstance(plan, LaunchPlan) else plan[0]).spec
+        first = plan[0] if isinstance(plan, (list, tuple)) and plan else plan
+        spec = require_plan(first).spec
         if len(spec.layers) != 1 or spec.step.source != "hidden" or spec.step.outputs != ("stream",):
             raise BindError(f"a plan of layers {list(spec.layers)} from {spec.step.source} to "
                             f"{', '.join(spec.step.outputs)} is not one layer\n"

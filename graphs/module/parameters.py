@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from ...compiler.errors import CheckpointError
 from ...compiler.recipe import Cat, Leaf, Recipe, Reshape, StackLeaf, shape_of
 from ..boxes import whole
-from ..load import TORCH_DTYPES, Loadable, TensorSource, load_weights, stored_tensors
+from ..load import TORCH_DTYPES, Loadable, TensorSource, find_stored, load_weights, stored_tensors
 from .addresses import Held
-
-Names = tuple[str, ...]  # alternative names of one checkpoint tensor
 
 
 class Tree(nn.Module):
@@ -85,7 +83,7 @@ def lay_parameters(weights: Mapping[str, Loadable], ranks: Sequence[Mapping[str,
     apart: dict[str, Tensor] = {}
     device = next(iter(ranks[0].values())).device
     for names, shape, _ in stored_tensors(weights[name].recipe for name in packed):
-        stored = _name_in(source, names)
+        stored = find_stored(source, names)[0]
         if stored not in views and stored not in apart:
             apart[stored] = source.read(stored, whole(shape)).to(device, copy=True).contiguous()
     return Parameters(views, apart, frozenset(packed), parts_of)
@@ -95,10 +93,10 @@ def _stored_parts(out: Tensor, recipe: Recipe, source: TensorSource) -> Iterator
     """Each checkpoint tensor of ``recipe`` and its place in ``out``; None where ``out`` does not hold it as it is."""
     match recipe:
         case Leaf(names, _, dtype):
-            yield _name_in(source, names), out if out.dtype == TORCH_DTYPES[dtype] else None
+            yield find_stored(source, names)[0], out if out.dtype == TORCH_DTYPES[dtype] else None
         case StackLeaf(_, count, _, dtype):
             for e, (names, _, _) in zip(range(count), stored_tensors([recipe]), strict=True):
-                yield _name_in(source, names), out[e] if out.dtype == TORCH_DTYPES[dtype] else None
+                yield find_stored(source, names)[0], out[e] if out.dtype == TORCH_DTYPES[dtype] else None
         case Cat(dim, parts):
             start = 0
             for part in parts:
@@ -109,15 +107,7 @@ def _stored_parts(out: Tensor, recipe: Recipe, source: TensorSource) -> Iterator
             yield from _stored_parts(out.view(shape_of(part)), part, source)
         case _:
             for names, _, _ in stored_tensors([recipe]):
-                yield _name_in(source, names), None
-
-
-def _name_in(source: TensorSource, names: Names) -> str:
-    name = next((n for n in names if source.find(n) is not None), None)
-    if name is None:
-        raise CheckpointError(f"the checkpoint has no tensor {' or '.join(names)}\n"
-                              "  fix: pass the checkpoint that the plan was compiled for")
-    return name
+                yield find_stored(source, names)[0], None
 
 
 def write_packed(weights: Mapping[str, Loadable], names: Iterable[str], ranks: Mapping[int, Mapping[str, Tensor]],

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ...compiler.errors import BindError
 from ...compiler.plan import LaunchPlan
-from ..bind import Executable
+from ..bind import Executable, require_plan
 from ..buckets import Buckets, bind_buckets, capture_buckets
 from ..capture import CapturedStep
-from ..load import StateDictSource, TensorSource
+from ..load import StateDictSource, TensorSource, source_of
 from ..transport import Transport
 from .addresses import Entry, Held, Table, users
 from .inputs import run_step
@@ -55,9 +55,9 @@ class DecodeStep(Tree):
 
         Raises BindError (plans that are not of one model, a device that cannot run them), CheckpointError.
         """
-        plans = [plan] if isinstance(plan, LaunchPlan) else list(plan)
+        plans = [require_plan(one) for one in (plan if isinstance(plan, (list, tuple)) else [plan])]
         _check_one_model(plans)
-        source = StateDictSource(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
+        source = source_of(checkpoint)
         group = getattr(transport, "group", None)
         if group is None:
             buckets = bind_buckets(plans, source, device=device, transport=transport)
@@ -75,6 +75,10 @@ class DecodeStep(Tree):
         if module.device.type == "cuda" if capture is None else capture:
             module.capture()
         return module
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise BindError("a bound step holds addresses, and is neither copied nor pickled\n"
+                        "  fix: save its state_dict(), and build another with from_plan")
 
     buckets: Buckets
     _parameters_kept: Parameters | None
@@ -152,7 +156,7 @@ class DecodeStep(Tree):
 
     def reload(self, checkpoint: TensorSource | Mapping[str, Tensor]) -> None:
         """New weights from a checkpoint, into the storage that the kernels and the graphs read."""
-        source = StateDictSource(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
+        source = source_of(checkpoint)
         for executable, names in self._own_weights():
             _write_weights(executable, names, source)
         for name, tensor in (self._parameters_kept.apart if self._parameters_kept else {}).items():
@@ -256,9 +260,11 @@ def _bind_in_group(plans: Sequence[LaunchPlan], source: TensorSource, group: Any
     return Buckets(tuple(bound), (), ())
 
 
-def _prepare_after_load(module: DecodeStep, _: Any) -> None:
+def _prepare_after_load(module: DecodeStep, keys: Any) -> None:
     if module._parameters_kept is not None:
         module.prepare()
+    elif keys.unexpected_keys:
+        module._kept_parameters("call reload(state_dict)")
 
 
 def _write_weights(executable: Executable, names: set[str] | frozenset[str], source: TensorSource) -> None:

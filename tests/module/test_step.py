@@ -1,7 +1,11 @@
 """``DecodeStep``: parameters over packed weights, buckets with shared storage, padding, loads in place."""
 from __future__ import annotations
 
+import copy
+import pickle
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from k3plan.graphs.bind import bind
 from k3plan.graphs.checkpoint import Checkpoint
 from k3plan.graphs.distributed.group import Group
 from k3plan.graphs.distributed.library import Library
+from k3plan.graphs.module.layer import DecodeLayer
 from k3plan.graphs.module.step import DecodeStep
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
@@ -85,7 +90,92 @@ def test_without_parameters(plans: list[LaunchPlan], step: DecodeStep, checkpoin
         bare.rebind()
 
 
+@pytest.mark.parametrize("given", ["demo/tiny-k3", Path("demo/tiny-k3"), None], ids=repr)
+def test_what_is_no_checkpoint_is_named(plans: list[LaunchPlan], step: DecodeStep, given: Any) -> None:
+    for use in (lambda: DecodeStep.from_plan(plans, given), lambda: step.reload(given),
+                lambda: bind(plans[0], given)):
+        with pytest.raises(BindError, match=re.escape(f"{given!r} is no checkpoint\n  fix: pass k3plan.Checkp")):
+            use()
+
+
+@pytest.mark.parametrize("plan", ["plan.json", Path("plan.json"), ["plan.json"], None], ids=repr)
+def test_what_is_no_plan_is_named(plan: Any, checkpoint: Checkpoint) -> None:
+    for use in (bind, DecodeStep.from_plan, DecodeLayer.from_plan):
+        with pytest.raises(BindError, match=r"is not a launch plan\n  fix: pass what k3plan.compile_plan"):
+            use(plan, checkpoint)
+
+
+def test_a_device_that_is_not_there_is_named(plans: list[LaunchPlan], checkpoint: Checkpoint,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BindError, match="torch sees no GPU here, and device is cuda"):
+        DecodeStep.from_plan(plans, checkpoint, device="cuda")
+    with pytest.raises(BindError, match="'gpu' is no device of torch"):
+        DecodeStep.from_plan(plans, checkpoint, device="gpu")
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda state, name: state.pop(name), "the checkpoint has no tensor {name}\n  fix: "),
+    (lambda state, name: state.update({name: state[name][:-1]}), "tensor {name}: the plan reads bf16"),
+    (lambda state, name: state.update({name: state[name].int()}), "found i32"),
+], ids=["missing", "shape", "dtype"])
+def test_a_state_dict_that_does_not_fit_is_named(plans: list[LaunchPlan], step: DecodeStep, change: Any, said: str
+                                                 ) -> None:
+    state = {name: tensor.clone() for name, tensor in step.state_dict().items()}
+    name = next(n for n in state if n.endswith("self_attn.o_proj.weight"))
+    change(state, name)
+    with pytest.raises(CheckpointError, match=re.escape(said.format(name=name))):
+        DecodeStep.from_plan(plans, state)
+
+
+def test_loading_into_no_parameters_is_refused(plans: list[LaunchPlan], step: DecodeStep, checkpoint: Checkpoint
+                                               ) -> None:
+    """With ``strict=False`` nothing would be loaded and nothing said."""
+    bare = DecodeStep.from_plan(plans, checkpoint, parameters=False)
+    with pytest.raises(BindError, match=r"keeps no parameters\n  fix: call reload\(state_dict\)"):
+        bare.load_state_dict(step.state_dict(), strict=False)
+
+
+def test_a_bound_step_is_not_copied(step: DecodeStep) -> None:
+    """A copy's launches would still read the tensors of the original."""
+    for use in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(BindError, match=r"neither copied nor pickled\n  fix: save its state_dict\(\)"):
+            use(step)
+
+
+def test_what_is_bound_is_shown_in_a_line(step: DecodeStep) -> None:
+    shown = repr(step.executables[0])
+    assert f"LaunchPlan({step.plans[0].key}: kimi_k3, " in shown
+    assert shown.endswith("1 ranks on cpu)")
+    assert len(shown) < 150
+
+
 # steps
+
+
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("rows", torch.zeros(3, 1), "tokens: torch.float32, the step reads torch.int32"),
+    ("positions", torch.full((3, 1), torch.nan), "positions: torch.float32, the step reads torch.int32"),
+    ("rows", [[1], [2], [3]], "tokens: a list, the step reads torch.int32"),
+    ("positions", [[0], [0], [0]], "positions: a list, the step reads torch.int32"),
+    ("slots", torch.tensor([2, 0, 2]), "slots: [2, 0, 2] has one twice"),
+    ("slots", torch.tensor([0, 1, 9]), "slots: values 0 to 9, the plan allows -1 to 3\n  fix: -1 is padding"),
+])
+def test_inputs_that_would_be_cut_or_mixed_are_refused(step: DecodeStep, name: str, value: Any, said: str) -> None:
+    with pytest.raises(BindError, match=re.escape(said)):
+        step.step(**{**inputs_at([0, 0, 0], (0, 1, 2)), name: value})
+
+
+def test_padded_slots_may_repeat(step: DecodeStep) -> None:
+    given = inputs_at([0, 0, 0], (0, 1, 2))
+    live = torch.tensor([True, False, False])
+    step.step(**{name: torch.where(live.view(3, *[1] * (t.dim() - 1)), t, -1) for name, t in given.items()})
+
+
+@pytest.mark.parametrize("slot", [-1, 4])
+def test_a_slot_that_is_not_there_is_not_reset(step: DecodeStep, slot: int) -> None:
+    with pytest.raises(BindError, match=rf"there is no slot {slot}\n  fix: slots are 0 to 3"):
+        step.reset(slot)
 
 
 def test_steps_equal_those_of_the_bound_plan(plans: list[LaunchPlan], step: DecodeStep, checkpoint: Checkpoint
