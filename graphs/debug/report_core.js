@@ -51,8 +51,9 @@ for (const launch of launches) {
       const writer = written.get(buffer);
       if (writer === undefined) continue;
       launch.producers.set(name, writer);
-      const readers = launches[writer].readers;
-      readers.set(buffer, [...(readers.get(buffer) || []), launch.index]);
+      const { readers } = launches[writer];
+      // a launch may read several parts of one buffer
+      readers.set(buffer, [...new Set([...(readers.get(buffer) || []), launch.index])]);
     }
     for (const name of launch.outputs) written.set(tensors.get(name).buffer, launch.index);
   }

@@ -274,6 +274,17 @@ def check_drawn(plan: LaunchPlan, record: Record, findings: Sequence[Finding], c
 
 
 @needs_browser
+def test_a_reader_of_several_parts_is_named_once(plan: LaunchPlan, tmp_path: Path) -> None:
+    """The merged projection of a KDA layer, of which the next kernels read six slices."""
+    (tmp_path / "page.html").write_text(render_report(plan), encoding="utf-8")
+    written = next(x for x in plan.launches if x.id.endswith("attn.in_proj")).id
+    readers = [x for x in plan.launches if sum(plan.tensors[n].buffer == written for n in x.inputs) > 1]
+    _, page, _ = browse(tmp_path / "page.html", tmp_path, launch=written)
+    names = [name for name in page.ids["launch"].replace(",", " ").split() if name == readers[0].id]
+    assert len(names) <= 2, "as the next launch, and as a reader"
+
+
+@needs_browser
 def test_a_plan_alone_says_predicted(plan: LaunchPlan, tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(render_report(plan), encoding="utf-8")
     _, page, console = browse(tmp_path / "page.html", tmp_path, width=1920)
