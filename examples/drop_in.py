@@ -77,7 +77,7 @@ class Engine:
         return len(live)
 
 
-def main(folder: str, gpu: str = "cpu") -> None:
+def main(folder: str = "demo/tiny-k3", gpu: str = "cpu") -> None:
     """Six requests of different lengths through four slots."""
     settings = ["parallel.tp=1", "capture.buckets=[1, 2, 4]", f"target.gpu={gpu}",
                 f"step.context={CONTEXT}", f"step.page_size={PAGE}"]
