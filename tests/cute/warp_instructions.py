@@ -80,6 +80,14 @@ def look(at: Any, guard: Any, count: int = 4) -> list[Any]:
     return [Int32(np.where(wanted, word.a, 1)) for word in load_words(at, count, guard=guard)]
 
 
+def publish_fragment(at: Any, words: Sequence[Any], guard: Any) -> None:
+    store_words(at, words, guard=guard)
+
+
+def look_at_pair(at: Any, guard: Any) -> list[Any]:
+    return look(at, guard, 2)
+
+
 def reload(at: Any, words: Sequence[Any], guard: Any) -> list[Any]:
     return [select(Int32(guard).a != 0, new, old)
             for new, old in zip(load_words(at, 4, guard=guard), words, strict=True)]
@@ -201,6 +209,15 @@ def load_matrices(at: Any, count: int = 4) -> list[Any]:
     return [Int32(rows[8 * m : 8 * m + 8].reshape(-1)) for m in range(count)]
 
 
+def load_matrices_transposed(at: Any) -> list[Any]:
+    memory, start = machine._warp().block.shared, at.a
+    assert not (start % 16).any(), f"rows of a matrix at {start}"
+    assert (start + 16 <= memory.size).all(), f"rows of a matrix at {start}"
+    halves = memory[start[:, None] + np.arange(16)].view(np.int16).reshape(4, 8, 8)
+    columns = np.ascontiguousarray(halves.transpose(0, 2, 1)).view(np.int32)
+    return [Int32(columns[m].reshape(-1)) for m in range(4)]
+
+
 # barriers
 
 
@@ -309,7 +326,7 @@ def _function(name: str) -> Any:
     return apply
 
 
-exp2, exact_exp, divide = _function("exp2"), _function("exp"), _function("divide")
+exp2, log2, exact_exp, divide = _function("exp2"), _function("log2"), _function("exp"), _function("divide")
 
 
 def reciprocal(x: Any) -> Any:
@@ -368,6 +385,10 @@ def least_of_lanes(word: Any) -> Any:
 # warps
 
 
+def own_thread() -> Any:
+    return Arch.thread_idx()[0]
+
+
 def lane_xor(value: Any, lanes: int) -> Any:
     return type(value)(value.a[LANES ^ lanes])
 
@@ -398,6 +419,12 @@ class Arch:
     @staticmethod
     def sync_warp() -> None:
         pass
+
+    @staticmethod
+    def setmaxregister_increase(count: int) -> None:
+        assert count % 8 == 0, f"{count} registers"
+
+    setmaxregister_decrease = setmaxregister_increase
 
     @classmethod
     def sync_threads(cls) -> None:

@@ -1,0 +1,454 @@
+"""Attention of a decode step over the paged latent cache of multi-head latent attention, in one launch.
+
+Contract: as ``ops_triton/mla_decode.py``. ``query`` bf16 [T, H, R + r] contiguous, T = S sequences x L rows; ``cache``
+bf16 [pages + 1, page, R + r]; ``page_table`` i32 [S, pages of the planned context]; ``positions`` i32 [T], -1 is
+padding. Result ``mixed`` bf16 [T, H, R]. A row sees the entries up to its own position, so rows of one sequence are
+causal among themselves. Entries past the last position are never read; padding rows give exact zeros. R and r are
+multiples of 16. The L x H query rows of a sequence go in tiles of up to 48, each of which reads the entries.
+
+Layout: at most one block on each multiprocessor. A block has one tile of query rows and a contiguous part of one
+sequence's planned context: the multiprocessors over sequences and row tiles, never the live length, fix the parts.
+* The copier, a warp of its own, has the copy engine fetch entries row by row into tiles of 32 or 64. In shared memory
+  a row takes an odd number of 16 bytes, so that reading 8 rows side by side has no bank conflict. A part that fits is
+  there as a whole; longer ones stream through a ring of tiles. Rows of the last tile that no position reaches get its
+  first entry again, so that nothing that is no number is multiplied by the weight 0;
+* scores: entries are the 16 rows of the matrix instruction, 8 query rows its columns. 8 warps share 4 tiles of 16
+  entries and halves of the columns, or 2 tiles and quarters; the query lies in shared memory;
+* softmax: 8 lanes have a query row; the sums over the warps' columns are formed here. Rows go side by side;
+* mix: a warp has R / 8 latent columns. Entries are read transposed (``ldmatrix.trans``), so columns are the tall
+  operand and the tile is the same that the scores read;
+* parts meet inside the launch (``mla_attend_merge.py``), in one hop through L2 that all blocks take part in.
+Two barriers of the warps that multiply stand around the softmax of a tile, nothing else.
+
+Why one hop and no clusters: at one row a block leaves 6 KB of mixes and reads as much. Distributed shared memory would
+add a hop and a barrier, for bytes that take 0.2 us; and blocks that wait for each other must all be resident, which
+clusters of 8 are on 128 multiprocessors or on fewer, as a chip's defects have it. The last block of a sequence alone
+would add up 1 MB.
+
+Waits: entries before the first position of this step were written by earlier steps, which are complete; they are on
+their way before the wait, as many as there are slots. Positions and the page table are step inputs. The query, the
+entries of this step and the workspace come after it. The trigger is the first instruction. The workspace has two parts
+in turn (``epochs``, counted by each block for itself); a block zeroes what it left in the launch before, which nobody
+reads any more. A block waits for others only after it has left its own part, so the launch ends if all blocks run at
+once: there is at most one for each multiprocessor, and no later launch starts before all of them have started.
+Numerics: fp32 sums and softmax in base 2, weights rounded to bf16 for the product, mixes of parts to bf16 (or fp32,
+``partial``), one rounding of the result. ``kv_scale`` multiplies the scores and the result. Equal inputs give equal
+bits: no order of addition depends on time.
+
+Arithmetic for a TP16 rank of Kimi K3, context 8192: 9.4 MB a sequence, floor on an H200 (2.35 us + bytes / 4.44 TB/s)
+4.5 us at one sequence whatever its rows, 19.4 at 8, 138 at 64. One sequence: 128 blocks of 64 entries, 74 KB, all of
+them under way before the wait. Flops 0.14 G a sequence at one row, 0.86 at 8 verify rows: 1.7 us at half of the matrix
+units' rate. Between blocks 0.8 MB at one row of a sequence; 6.3 at 8 verify rows, written, read and zeroed. Reading
+operands from shared memory: 8 rows of the query for each 16 entries, 0.22 MB a block at 48 query rows and 64 entries,
+1,700 cycles; if that shows, two tiles of entries a warp halve it.
+It compiles for sm_90a, sm_100a and sm_103a and was compared on the emulator. **It has never run on a GPU.**
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+
+from ..compiler.call import Call, Launch
+from .launching import KernelLaunch, await_producers, named, start_dependents
+from .mla_attend_merge import NONE, add, fold, mark, merge_parts, over_lanes, over_lanes_each, publish_part
+from .mla_attend_plan import (
+    BORROWED,
+    LENT,
+    MOST_BLOCKS,
+    PARITIES,
+    ROW_LANES,
+    STEP,
+    TILE_ROWS,
+    WARP_ROWS,
+    Config,
+    Static,
+    per,
+)
+from .moe_parts import (
+    arrive,
+    await_phase,
+    copy_bulk,
+    expect_bytes,
+    init_barriers,
+    load_matrices,
+    multiprocessors,
+    publish_barriers,
+    stream_policy,
+)
+from .primitives import (
+    WARP,
+    Words,
+    exp2,
+    load_shared,
+    load_words,
+    mma,
+    pack,
+    ptx,
+    reciprocal,
+    select,
+    store_shared,
+    store_words,
+)
+from .shared_memory import FRAGMENT
+
+LOG2_E = 1.4426950408889634
+FAR = 0x7FFFFFFF  # past every position
+CONSUMERS, COUNTED = 1, 2  # named barriers: of the warps that multiply; of all, that know the number of the launch
+AT_ONCE = 16  # fragments of the query that a thread has under way
+
+# instructions
+
+
+def load_matrices_transposed(at: Any) -> Words:
+    """As ``load_matrices`` of 4, each matrix transposed: lane 4 r + q gets of column r the rows 2 q and 2 q + 1."""
+    return list(ptx("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", [Int32] * 4, [at]))
+
+
+# the copier
+
+
+def _sources(at: Any, sequence: Any, start: Any, live: Any, number: Any, low: Any, high: Any, lane: Any,
+             p: Static) -> list[tuple[Any, Any]]:
+    """Of this lane's rows of tile ``number``: where its entry lies, and whether its position is in [low, high). Rows
+    past the part's last live entry have the tile's first one again, so that no row holds what is no number."""
+    found = []
+    for begin in range(0, p.tile, WARP):
+        row = number * p.tile + begin + lane
+        position = start + select(row < live, row, number * p.tile)
+        wanted = (position >= low) & (position < high)
+        if begin + WARP > p.tile:
+            wanted = wanted & (lane < p.tile - begin)
+        guard = mark(wanted)
+        table = at.page_table.toint() + Int64(sequence * p.pages + position // p.page) * 4
+        page = cutlass.max(load_words(table, 1, guard=guard)[0], Int32(0))
+        entry = Int64(page) * p.page + Int64(position % p.page)
+        found.append((at.cache.toint() + entry * (2 * p.width), guard))
+    return found
+
+
+def _copy(sources: list[tuple[Any, Any]], number: Any, lane: Any, shared: Any, policy: Any, where: Any,
+          p: Static) -> None:
+    slot = number % p.slots
+    to = shared + where["ring"] + slot * p.slot_bytes + lane * p.pitch
+    for i, (source, guard) in enumerate(sources):
+        copy_bulk(to + i * WARP * p.pitch, source, Int32(2 * p.width), shared + where["full"] + slot * 8, policy, guard)
+
+
+@cute.jit
+def _announce(number: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The copies of tile ``number`` may begin."""
+    if lane == 0:
+        expect_bytes(shared + where["full"] + number % p.slots * 8, Int32(2 * p.width * p.tile))
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def _copy_early(at: Any, sequence: Any, start: Any, live: Any, oldest: Any, tiles: Any, lane: Any, shared: Any,
+                where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """Before the wait: as many tiles as there are slots, but for entries of this step."""
+    policy = stream_policy()
+    for number in cutlass.range(cutlass.min(tiles, Int32(p.slots)), unroll=1):
+        sources = _sources(at, sequence, start, live, number, Int32(0), oldest, lane, p)
+        _announce(number, lane, shared, where, p)
+        _copy(sources, number, lane, shared, policy, where, p)
+
+
+@cute.jit
+def _copy_late(at: Any, sequence: Any, start: Any, live: Any, oldest: Any, tiles: Any, lane: Any, shared: Any,
+               where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """After it: what is left of those tiles."""
+    policy = stream_policy()
+    first = cutlass.max(oldest - start, Int32(0)) // p.tile
+    for number in cutlass.range(first, cutlass.min(tiles, Int32(p.slots)), 1, unroll=1):
+        sources = _sources(at, sequence, start, live, number, oldest, Int32(FAR), lane, p)
+        _copy(sources, number, lane, shared, policy, where, p)
+
+
+@cute.jit
+def _copy_rest(at: Any, sequence: Any, start: Any, live: Any, tiles: Any, lane: Any, shared: Any,
+               where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The other tiles, as slots become free."""
+    policy = stream_policy()
+    for number in cutlass.range(p.slots, tiles, 1, unroll=1):
+        sources = _sources(at, sequence, start, live, number, Int32(0), Int32(FAR), lane, p)
+        await_phase(shared + where["empty"] + number % p.slots * 8, ((number // p.slots) & 1) ^ 1)
+        _announce(number, lane, shared, where, p)
+        _copy(sources, number, lane, shared, policy, where, p)
+
+
+@cute.jit
+def _clear(at: Any, other: Any, block: Any, lane: Any, p: cutlass.Constexpr):
+    """Zeroes what this block left in the launch before, which nobody reads any more."""
+    row = Int64(other * MOST_BLOCKS + block)
+    mixes = at.mixes.toint() + row * (p.fragments * FRAGMENT)
+    for index in cutlass.range(lane, p.fragments, WARP, unroll=4):
+        store_words(mixes + Int64(index) * FRAGMENT, [Int32(0)] * 4)
+    sums = at.sums.toint() + row * (4 * p.rows)
+    for index in cutlass.range(lane, p.rows // 4, WARP, unroll=1):
+        store_words(sums + Int64(index) * FRAGMENT, [Int32(0)] * 4)
+
+
+# the products
+
+
+def _stage_query(source: Any, real: Any, thread: Any, shared: Any, where: Any, p: Static) -> None:
+    """All rows of the query into shared memory, zeros for those that are none."""
+    across = p.width // 8
+    pieces = [32 * p.warps * i for i in range(per(p.rows * across, 32 * p.warps))]
+    for first in range(0, len(pieces), AT_ONCE):
+        words = []
+        for begin in pieces[first : first + AT_ONCE]:
+            piece = begin + thread
+            words.append(load_words(source + Int64(piece) * FRAGMENT, guard=mark(piece < real * across)))
+        for begin, four in zip(pieces[first:], words, strict=False):
+            piece = begin + thread
+            to = shared + where["query"] + piece // across * p.pitch + piece % across * FRAGMENT
+            store_shared(to, [word.bitcast(Float32) for word in four], guard=mark(piece < p.rows * across))
+
+
+def _multiply_scores(tile: Any, warp: Any, lane: Any, shared: Any, where: Any, p: Static) -> None:
+    """This warp's columns of 16 entries times all query rows, into its place in shared memory."""
+    entries, part = warp % p.entry_tiles, warp // p.entry_tiles
+    chains = max(1, 4 // p.groups)
+    sums = [[[Float32(0.0)] * 4 for _ in range(p.groups)] for _ in range(chains)]
+    column = part * (2 * STEP * p.own_steps)
+    a_at = tile + (entries * STEP + (lane & 15)) * p.pitch + (lane >> 4) * FRAGMENT + column
+    b_at = shared + where["query"] + (lane & 7) * p.pitch + (lane >> 3) * FRAGMENT + column
+    for pair in range(per(p.own_steps, 2)):
+        here = min(2, p.own_steps - 2 * pair)
+        a = [load_matrices(a_at + 2 * STEP * (2 * pair + i)) for i in range(here)]
+        for group in range(p.groups):
+            b = load_matrices(b_at + group * TILE_ROWS * p.pitch + 4 * STEP * pair, 2 * here)
+            for i in range(here):
+                chain = sums[(2 * pair + i) % chains]
+                chain[group] = mma(a[i], b[2 * i : 2 * i + 2], chain[group])
+    r, q = lane >> 2, lane & 3
+    to = shared + where["scores"] + ((part * p.rows + 2 * q) * p.score_pitch + entries * STEP + r) * 4
+    for group in range(p.groups):
+        for v in range(4):
+            value = sums[0][group][v]
+            for chain in sums[1:]:
+                value = value + chain[group][v]
+            store_shared(to + ((group * TILE_ROWS + v % 2) * p.score_pitch + v // 2 * 8) * 4, [value])
+
+
+def _own_row(i: int, warp: Any, lane: Any, p: Static) -> Any:
+    """The query rows whose softmax the 8 lanes of a group do; some do the last one again."""
+    return cutlass.min(warp * WARP_ROWS + lane // ROW_LANES + i * p.warps * WARP_ROWS, Int32(p.rows - 1))
+
+
+def _load_scores(row: Any, first: Any, limit: Any, lane: Any, shared: Any, where: Any, p: Static) -> list[Any]:
+    """A lane's scores of a query row: those of ``vector`` entries, and of as many further on. Beyond ``limit`` nothing
+    is seen."""
+    found = []
+    for begin in range(0, p.tile, ROW_LANES * p.vector):
+        own = begin + lane % ROW_LANES * p.vector
+        at = shared + where["scores"] + (row * p.score_pitch + own) * 4
+        scores = load_shared(at, p.vector)
+        for part in range(1, p.parts):
+            more = load_shared(at + part * (4 * p.rows * p.score_pitch), p.vector)
+            scores = [a + b for a, b in zip(scores, more, strict=True)]
+        found += [select(first + own + n <= limit, score * p.scale, Float32(NONE)) for n, score in enumerate(scores)]
+    return found
+
+
+def _weigh(best: list[Any], total: list[Any], limits: list[Any], first: Any, warp: Any, lane: Any, shared: Any,
+           where: Any, p: Static) -> tuple[list[Any], list[Any]]:
+    """A running softmax over a tile whose first entry is ``first``: weights, what fades the sums so far, and the
+    reciprocal of the weights' sum. Rows go side by side, so that none waits for another's exchange between lanes."""
+    rows = [_own_row(i, warp, lane, p) for i in range(p.own_rows)]
+    scores = [_load_scores(row, first, limit, lane, shared, where, p)
+              for row, limit in zip(rows, limits, strict=True)]
+    above = [fold(cute.arch.fmax, [old, *own]) for old, own in zip(best, scores, strict=True)]
+    above = over_lanes_each(cute.arch.fmax, above, 1, ROW_LANES)
+    base = [select(one > NONE, one, Float32(0.0)) for one in above]
+    weights = [[exp2(score - low) for score in own] for own, low in zip(scores, base, strict=True)]
+    fades = [exp2(old - low) for old, low in zip(best, base, strict=True)]
+    sums = over_lanes_each(add, [fold(add, own) for own in weights], 1, ROW_LANES)
+    total = [old * fade + new for old, fade, new in zip(total, fades, sums, strict=True)]
+    for row, own, fade, whole in zip(rows, weights, fades, total, strict=True):
+        to = shared + where["weights"] + row * p.weight_pitch + lane % ROW_LANES * (2 * p.vector)
+        words = [word.bitcast(Float32) for word in pack(own)]
+        for i in range(0, len(words), p.vector // 2):
+            store_shared(to + 4 * ROW_LANES * i, words[i : i + p.vector // 2])
+        inverse = select(whole > 0.0, reciprocal(whole), Float32(0.0))
+        store_shared(shared + where["fade"] + row * 4, [fade], guard=mark(lane % ROW_LANES == 0))
+        store_shared(shared + where["inverse"] + row * 4, [inverse], guard=mark(lane % ROW_LANES == 0))
+    return above, total
+
+
+def _multiply_mix(mix: Any, tile: Any, warp: Any, lane: Any, shared: Any, where: Any, p: Static) -> list[Any]:
+    """This warp's latent columns of ``mix``, faded, plus a tile of entries times their weights."""
+    mix, q = list(mix), lane & 3
+    if p.tiles > 1:
+        for group in range(p.groups):
+            fade = load_shared(shared + where["fade"] + (group * TILE_ROWS + 2 * q) * 4, 2)
+            for i in range(p.column_tiles):
+                at = 4 * (i * p.groups + group)
+                mix[at : at + 4] = [value * fade[v % 2] for v, value in enumerate(mix[at : at + 4])]
+    a_at = tile + ((lane >> 4) * 8 + (lane & 7)) * p.pitch + ((lane >> 3) & 1) * FRAGMENT + warp * (2 * p.own_columns)
+    b_at = shared + where["weights"] + (lane & 7) * p.weight_pitch + (lane >> 3) * FRAGMENT
+    for pair in range(per(p.entry_tiles, 2)):
+        here = min(2, p.entry_tiles - 2 * pair)
+        b = [load_matrices(b_at + group * TILE_ROWS * p.weight_pitch + 4 * STEP * pair, 2 * here)
+             for group in range(p.groups)]
+        for i in range(p.column_tiles):
+            for k in range(here):
+                a = load_matrices_transposed(a_at + (2 * pair + k) * STEP * p.pitch + 2 * STEP * i)
+                for group in range(p.groups):
+                    at = 4 * (i * p.groups + group)
+                    mix[at : at + 4] = mma(a, b[group][2 * k : 2 * k + 2], mix[at : at + 4])
+    return mix
+
+
+@cute.jit
+def _take_tile(mix: Any, best: Any, total: Any, limits: Any, number: Any, start: Any, warp: Any, lane: Any,
+               shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """One tile added to this warp's columns of the mix and rows of the softmax."""
+    slot = number % p.slots
+    tile = shared + where["ring"] + slot * p.slot_bytes
+    await_phase(shared + where["full"] + slot * 8, (number // p.slots) & 1)
+    if warp < p.parts * p.entry_tiles:
+        _multiply_scores(tile, warp, lane, shared, where, p)
+    cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=32 * p.warps)
+    best, total = _weigh(best, total, limits, start + number * p.tile, warp, lane, shared, where, p)
+    cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=32 * p.warps)
+    mix = _multiply_mix(mix, tile, warp, lane, shared, where, p)
+    if cutlass.const_expr(p.tiles > p.slots):
+        cute.arch.sync_warp()
+        if lane == 0:
+            arrive(shared + where["empty"] + slot * 8)
+    return mix, best, total
+
+
+@cute.jit
+def _attend(at: Any, limits: Any, place: Any, query: Any, start: Any, tiles: Any, real: Any, thread: Any, warp: Any,
+            lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The warps that multiply: this block's part of the context for all its query rows."""
+    _stage_query(query, real, thread, shared, where, p)
+    cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=32 * p.warps)
+    mix = [Float32(0.0)] * (4 * p.groups * p.column_tiles)
+    best, total = [Float32(NONE)] * p.own_rows, [Float32(0.0)] * p.own_rows
+    if cutlass.const_expr(p.tiles == 1):
+        mix, best, total = _take_tile(mix, best, total, limits, Int32(0), start, warp, lane, shared, where, p)
+    else:
+        for number in cutlass.range(tiles, unroll=1):
+            mix, best, total = _take_tile(mix, best, total, limits, number, start, warp, lane, shared, where, p)
+    publish_part(at, place, mix, best, total, real, shared, where, p)
+
+
+# the launch
+
+
+def _find_positions(at: Any, sequence: Any, lane: Any, p: Static) -> tuple[Any, Any]:
+    """The last position of a sequence, and the first one of this step; -1 and something far where all is padding."""
+    last, oldest = Int32(-1), Int32(FAR)
+    for begin in range(0, p.query, WARP):
+        row = cutlass.min(begin + lane, Int32(p.query - 1))
+        position = load_words(at.positions.toint() + Int64(sequence * p.query + row) * 4, 1)[0]
+        last = cutlass.max(last, position)
+        oldest = cutlass.min(oldest, select(position >= 0, position, Int32(FAR)))
+    return over_lanes(cutlass.max, last, 1, WARP), over_lanes(cutlass.min, oldest, 1, WARP)
+
+
+def _find_limits(at: Any, sequence: Any, first: Any, end: Any, warp: Any, lane: Any, p: Static) -> list[Any]:
+    """The last entry before ``end`` that each of this lane's query rows may see; -1 for none. ``first``: query row of
+    the sequence that is row 0 here."""
+    found = []
+    for i in range(p.own_rows):
+        row = first + _own_row(i, warp, lane, p)
+        step = cutlass.min(row, Int32(p.queries - 1)) // p.heads
+        position = load_words(at.positions.toint() + Int64(sequence * p.query + step) * 4, 1)[0]
+        found.append(cutlass.min(select(row < p.queries, position, Int32(-1)), end - 1))
+    return found
+
+
+@cute.jit
+def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    if thread == 0:
+        init_barriers(shared + where["full"], p.slots, 1)
+        init_barriers(shared + where["empty"], p.slots, p.warps)
+        publish_barriers()
+
+
+@cute.kernel
+def _mla_attend(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
+    start_dependents(p.dependent)
+    at = named(names, arguments)
+    where = p.place(p.slots)
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+    shared = cute.arch.get_dyn_smem(cutlass.Uint8, 128).toint()
+    _start(thread, shared, where, p)
+    job, split = block // p.splits, block % p.splits
+    sequence, first_row = job // p.row_tiles, job % p.row_tiles * p.rows
+    last, oldest = _find_positions(at, sequence, lane, p)
+    start = split * p.chunk
+    live = cutlass.min(cutlass.max(last + 1 - start, Int32(0)), Int32(p.chunk))
+    tiles = (live + p.tile - 1) // p.tile
+    real = cutlass.min(p.queries - first_row, Int32(p.rows))
+    limits = _find_limits(at, sequence, first_row, start + live, warp, lane, p)
+    cute.arch.sync_threads()
+    if warp == p.warps:
+        _copy_early(at, sequence, start, live, oldest, tiles, lane, shared, where, p)
+    await_producers(p.dependent)
+    epochs = at.epochs.toint() + Int64(block) * 4
+    epoch = load_words(epochs, 1)[0]
+    mine, other = epoch & 1, (epoch & 1) ^ 1
+    if warp >= p.warps:
+        if cutlass.const_expr(p.lends):
+            cute.arch.setmaxregister_decrease(LENT)
+        if warp == p.warps:
+            _copy_late(at, sequence, start, live, oldest, tiles, lane, shared, where, p)
+            cute.arch.barrier(barrier_id=COUNTED, number_of_threads=32 * p.warps + 32)
+            if lane == 0:
+                store_words(epochs, [epoch + 1])
+            _clear(at, other, block, lane, p)
+            if cutlass.const_expr(p.tiles > p.slots):
+                _copy_rest(at, sequence, start, live, tiles, lane, shared, where, p)
+    else:
+        if cutlass.const_expr(p.lends):
+            cute.arch.setmaxregister_increase(BORROWED)
+        cute.arch.barrier_arrive(barrier_id=COUNTED, number_of_threads=32 * p.warps + 32, aligned=False)
+        rows = Int64(sequence * p.queries + first_row)
+        if live > 0:
+            place = Int64(mine * MOST_BLOCKS + block)
+            query = at.query.toint() + rows * (2 * p.width)
+            _attend(at, limits, place, query, start, tiles, real, thread, warp, lane, shared, where, p)
+        parts = (last + p.chunk) // p.chunk
+        first_part = Int64(mine * MOST_BLOCKS + job * p.splits)
+        merge_parts(at, at.mixed.toint() + rows * (2 * p.latent), first_part, split, parts, real, p)
+
+
+def bind(call: Call) -> Launch:
+    """query, cache, positions, page_table -> mixed."""
+    config, attrs = Config(**call.config), call.attrs["mixed"]
+    names = ("query", "cache", "positions", "page_table", "mixed")
+    tensors = {name: call.tensors[name] for name in names}
+    query, cache, table = (tensors[name] for name in ("query", "cache", "page_table"))
+    for name, tensor in tensors.items():
+        assert tensor.is_contiguous(), f"{name} is strided: {tensor.shape} {tensor.stride()}"
+        aligned = tensor.is_meta or tensor.dtype == torch.int32 or tensor.data_ptr() % FRAGMENT == 0
+        assert aligned, f"{name} begins at {tensor.data_ptr():#x}"
+    assert {query.dtype, cache.dtype, tensors["mixed"].dtype} == {torch.bfloat16}, f"{query.dtype}, {cache.dtype}"
+    assert query.shape[0] == table.shape[0] * attrs["query"], f"{query.shape[0]} rows, page table {table.shape}"
+    assert cache.shape[2] == query.shape[2], f"cache {cache.shape}, query {query.shape}"
+    p = Static(
+        sequences=table.shape[0], query=attrs["query"], heads=query.shape[1], latent=attrs["latent"],
+        rest=query.shape[2] - attrs["latent"], page=cache.shape[1], pages=table.shape[1], tile=config.tile,
+        most_slots=config.slots, warps=config.warps, wide=config.partial == "fp32",
+        blocks=multiprocessors(query.device), scale=attrs["scale"] * attrs["kv_scale"] * LOG2_E,
+        kv_scale=attrs["kv_scale"], dependent=call.dependent_launch)
+    blocks = p.jobs * p.splits
+    assert blocks <= min(p.blocks, MOST_BLOCKS), f"{p.jobs} jobs in {p.splits} parts on {p.blocks} multiprocessors"
+    assert p.latent % (STEP * p.warps) == 0, f"{p.latent} latent columns, {p.warps} warps"
+    mixes, sums = call.scratch["mixes"], call.scratch["sums"]
+    assert mixes.shape == (PARITIES, MOST_BLOCKS, 4 * p.fragments), f"workspace {mixes.shape}, {p.fragments} fragments"
+    arguments = {**tensors, "mixes": mixes, "sums": sums, "epochs": call.scratch["epochs"]}
+    return KernelLaunch(_mla_attend, (blocks, 1, 1), p.threads, arguments, p,
+                        shared=p.place(p.slots)["end"], dependent=p.dependent)
