@@ -4,6 +4,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from k3plan.compiler.errors import BindError, RankError
 from k3plan.face import compile_plan
 from k3plan.graphs.distributed.group import Group
 from k3plan.graphs.distributed.library import Library
-from k3plan.graphs.distributed.rank import make_transport
+from k3plan.graphs.distributed.rank import kernel_digest, make_transport
 from k3plan.graphs.distributed.watch import EXIT_CODE, Watch
 from k3plan.graphs.distributed.work import first_difference
 
@@ -51,6 +53,24 @@ def test_a_rank_with_another_plan_stops_all_with_one_message() -> None:
     assert len({str(error) for error in found}) == 1
     assert str(found[0]).startswith("ranks 0 and 2 do not agree: the plan's key is e2a9 on rank 0 and 77b1 on rank 2\n")
     assert "fix: " in str(found[0])
+
+
+def test_the_kernels_source_is_all_that_a_kernel_is_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel in a folder of its own uses files of the package above it and of folders beside."""
+    made = tmp_path / "made" / "ops"
+    for folder in (made.parent, made, made / "experts", made / "rows"):
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+    kernel = made / "experts" / "kernel.py"
+    kernel.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = compile_plan("examples/tiny-k3.yaml")
+    plan = replace(plan, choices=(replace(plan.choices[0], entry="made.ops.experts.kernel:bind"), *plan.choices[1:]))
+    seen = {kernel_digest(plan)}
+    for file in (kernel, made / "primitives.py", made / "rows" / "row.py"):
+        file.write_text("x = 1\n")
+        seen.add(kernel_digest(plan))
+    assert len(seen) == 4
 
 
 def test_a_rank_without_a_fact_that_others_have_differs() -> None:
