@@ -68,13 +68,13 @@ def facts(plan: LaunchPlan, transport: Transport, k3plan_version: str) -> dict[s
 
 
 def kernel_digest(plan: LaunchPlan) -> str:
-    """A hash of the packages whose kernels the plan launches, with what lies below them: a kernel uses files of both."""
+    """A hash of the packages whose kernels the plan launches, and of all below them: a kernel uses files of both."""
     modules = {choice.entry.partition(":")[0] for choice in plan.choices if not choice.entry.startswith("op:")}
     packages = {".".join(name.split(".")[:2]) for name in modules}
     folders = {Path(spec.origin).parent for name in packages if (spec := find_spec(name)) and spec.origin}
     digest = hashlib.sha256()
-    for path, folder in sorted((path, folder) for folder in folders for path in folder.rglob("*.py")):
-        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    for above, path in sorted((folder, path) for folder in folders for path in folder.rglob("*.py")):
+        digest.update(str(path.relative_to(above)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
