@@ -20,18 +20,19 @@ def diff(old: LaunchPlan, new: LaunchPlan) -> str:
     changes: dict[str, list[tuple[Launch, list[float], list[float]]]] = {}
     near = 0
     for name in [*before, *(n for n in after if n not in before)]:
-        pair = before.get(name), after.get(name)
-        launch = pair[1] or before[name]
-        text = _change(old, new, *pair)
-        us = [[plan.choice(x).us] if x else [] for plan, x in zip((old, new), pair, strict=True)]
-        if text == new.choices[launch.choice].kernel and abs(us[0][0] - us[1][0]) <= NEAR * us[0][0]:
-            near += us[0] != us[1]
+        a, b = before.get(name), after.get(name)
+        text = _change(old, new, a, b)
+        was, now = ([plan.choice(x).us] if x else [] for plan, x in ((old, a), (new, b)))
+        if b and text == new.choice(b).kernel and abs(was[0] - now[0]) <= NEAR * was[0]:
+            near += was != now
             continue
+        launch = b or before[name]
         short = name.split(".", 1)[1] if launch.layer is not None else name
-        changes.setdefault(f"{short}: {text}", []).append((launch, *us))
+        changes.setdefault(f"{short}: {text}", []).append((launch, was, now))
     for text, found in changes.items():
         layers = [launch.layer for launch, _, _ in found if launch.layer is not None]
-        times = " -> ".join(_span(us) for i in (1, 2) if (us := [t for x in found for t in x[i]]))
+        both = ([us for x in found for us in x[1]], [us for x in found for us in x[2]])
+        times = " -> ".join(_span(us) for us in both if us)
         lines.append(f"  {text}, {times} us{f' (layers {ranges(layers)})' if layers else ''}")
     lines += [f"  {near} more at another price, by {NEAR:.0%} at most"] if near else []
     lines.append(f"  launches {len(old.launches)} -> {len(new.launches)}, step {old.us / 1e3:.3f} -> "

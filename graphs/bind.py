@@ -52,6 +52,10 @@ class Executable:
     def __repr__(self) -> str:
         return f"Executable({self.plan!r}, {len(self.ranks)} ranks on {self.ranks[0].arena.device})"
 
+    def steps_of(self, number: int) -> tuple[Callable[[], None], ...]:
+        """The steps of launch ``number``."""
+        return self.steps[self.first[number] : (*self.first, len(self.steps))[number + 1]]
+
     @property
     def outputs(self) -> dict[str, Tensor]:
         """Step outputs by name ("tokens" i32 [T], "logits" fp32 [T, V], "hidden" [T, D]), overwritten each step."""

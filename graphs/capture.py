@@ -146,8 +146,7 @@ def enqueue(executable: Executable, streams: Mapping[int, Any], waits: Waits, af
 
     All side streams are forked from stream 0 and joined to it at the end, as a capture demands.
     """
-    launches, steps = executable.plan.launches, executable.steps
-    ends = (*executable.first[1:], len(steps))
+    launches = executable.plan.launches
     events: dict[int, Any] = {}
     wanted = {source for sources in waits.values() for source in sources} | set(last_launches(executable.plan))
     forked = {0}
@@ -159,7 +158,7 @@ def enqueue(executable: Executable, streams: Mapping[int, Any], waits: Waits, af
         for source in waits.get(index, ()):
             stream.wait_event(events[source])
         with torch.cuda.stream(stream):
-            for step in steps[executable.first[index] : ends[index]]:
+            for step in executable.steps_of(index):
                 step()
             if after is not None:
                 after(index)

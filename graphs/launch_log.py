@@ -28,13 +28,12 @@ def logged(executable: Executable) -> Executable:
     # kept open as long as the process lives; every line is written at once
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     plan = executable.plan
-    ends = [*executable.first[1:], len(executable.steps)]
-    launches = [[x.id, x.layer, plan.choice(x).kernel, list(plan.choice(x).ops), functions(executable.steps[a:b])]
-                for x, a, b in zip(plan.launches, executable.first, ends, strict=True)]
+    launches = [[x.id, x.layer, plan.choice(x).kernel, list(plan.choice(x).ops), functions(executable.steps_of(number))]
+                for number, x in enumerate(plan.launches)]
     os.write(file, (json.dumps({"plan": plan.key, "pid": os.getpid(), "launches": launches}) + "\n").encode())
     steps = []
-    for number, (start, end) in enumerate(zip(executable.first, ends, strict=True)):
-        steps += [partial(_logged, file, plan.key, number, step) for step in executable.steps[start:end]]
+    for number in range(len(plan.launches)):
+        steps += [partial(_logged, file, plan.key, number, step) for step in executable.steps_of(number)]
     return replace(executable, steps=tuple(steps))
 
 

@@ -47,10 +47,9 @@ def verify_launches(executable: Executable) -> list[Comparison]:
     nodes = {node.name: node for node in graph.nodes}
     views = {node.outputs[0]: node for node in graph.nodes if OPS[node.op].kind == "view"}
     rank, findings = executable.ranks[0], []
-    ends = [*executable.first[1:], len(executable.steps)]
     for index, launch in enumerate(plan.launches):
         before = {name: rank.tensors[name].clone() for name in launch.inputs}
-        for step in executable.steps[executable.first[index] : ends[index]]:
+        for step in executable.steps_of(index):
             step()
         own = [nodes[name] for name in launch.nodes]
         if any(OPS[node.op].kind == "comm" for node in own):

@@ -86,7 +86,6 @@ def cover(
     *,
     near_misses: Sequence[NearMiss] = (),
     profile: str = "auto",
-    free_ops: frozenset[str] = FREE_OPS,
     share: bool = True,
 ) -> Cover:
     """The cheapest cover of ``graph`` by ``regions``.
@@ -96,7 +95,7 @@ def cover(
     launches, "stock" one-node regions only, products by the library; the others are told as losers.
     Raises ``CoverError`` when a node has no region, or when the regions do not fit together.
     """
-    solid = [node for node in graph.nodes if node.op not in free_ops]
+    solid = [node for node in graph.nodes if node.op not in FREE_OPS]
     rank = {node.name: index for index, node in enumerate(solid)}
     misses = list(near_misses)
     usable, regions = [], list(regions)
@@ -112,7 +111,7 @@ def cover(
     uncovered = _uncovered(solid, components)
     if uncovered:
         raise CoverError(explain_uncovered(uncovered, misses))
-    edges = _solid_edges(graph, rank, free_ops)
+    edges = _solid_edges(graph, rank)
     signatures = Signatures(graph)
     answers: dict[object, _Answer] = {}
     by_node = _misses_by_node(misses)
@@ -177,10 +176,10 @@ def _uncovered(solid: list[Node], components: list[_Component]) -> list[Node]:
     return found + solid[reached:]
 
 
-def _solid_edges(graph: Graph, rank: dict[str, int], free_ops: frozenset[str]) -> list[list[int]]:
+def _solid_edges(graph: Graph, rank: dict[str, int]) -> list[list[int]]:
     """By solid node the ranks of the nodes that must come later, with views transparent."""
     ranks = [rank.get(node.name, -1) for node in graph.nodes]
-    edges = through_views(graph, successors(graph, free_ops), free_ops)
+    edges = through_views(graph, successors(graph))
     return [[ranks[later] for later in edges[at]] for at, own in enumerate(ranks) if own >= 0]
 
 

@@ -27,7 +27,6 @@ class NearMiss:
 def find_regions(
     graph: Graph,
     menu: Menu,
-    free_ops: frozenset[str] = FREE_OPS,
     *,
     arch: str | None = None,
     rows: int | None = None,
@@ -39,7 +38,7 @@ def find_regions(
     one near miss at most for each node that its pattern may end in, and none where it fits; finding less
     than half of the pattern is no miss.
     """
-    matcher = _Matcher(graph, menu, free_ops, arch, rows)
+    matcher = _Matcher(graph, menu, arch, rows)
     for node in graph.nodes:
         for kernel, variant in menu.by_anchor.get(node.op, ()):
             matcher.match(kernel, variant, node)
@@ -47,14 +46,12 @@ def find_regions(
 
 
 class _Matcher:
-    def __init__(self, graph: Graph, menu: Menu, free_ops: frozenset[str], arch: str | None,
-                 rows: int | None) -> None:
+    def __init__(self, graph: Graph, menu: Menu, arch: str | None, rows: int | None) -> None:
         self.graph = graph
-        self.free_ops = free_ops
         self.position = {node.name: index for index, node in enumerate(graph.nodes)}
         self.producer = graph.producer
         self.consumers = graph.consumers
-        self.edges = successors(graph, free_ops)
+        self.edges = successors(graph)
         self.leaving = frozenset(graph.outputs)
         self.halves: dict[tuple[int | None, str, str], list[Node]] = {}
         for node in graph.nodes:
@@ -151,7 +148,7 @@ class _Matcher:
         rank = tuple([self.position[node.name] for node in in_text])
         places = tuple(sorted(rank)) if len(rank) > 1 else rank
         key = kernel.id, places
-        if (key in self.regions and self.ranks[key] <= rank) or all(n.op in self.free_ops for n in nodes):
+        if (key in self.regions and self.ranks[key] <= rank) or all(n.op in FREE_OPS for n in nodes):
             return
         refusal = self.refusals[kernel.id]
         exported = {binding[name] for name in variant.exports}
@@ -191,7 +188,7 @@ class _Matcher:
 
     def _readable(self, node: Node, exported: set[str], names: set[str]) -> bool:
         """Whether a view's output can be had outside without the kernel: it views an export or an input."""
-        while node.op in self.free_ops:
+        while node.op in FREE_OPS:
             source = node.inputs[0]
             maker = self.producer.get(source)
             if source in exported or maker is None or maker.name not in names:
@@ -208,7 +205,7 @@ class _Matcher:
             if reader.name not in names:
                 return True
         return any(out not in exported and self._leaves(out, names, exported)
-                   for reader in readers if reader.op in self.free_ops for out in reader.outputs)
+                   for reader in readers if reader.op in FREE_OPS for out in reader.outputs)
 
     def _detour(self, places: tuple[int, ...]) -> Failure | None:
         """Why the region is not convex: a node outside reads from it and leads back. Paths go forward."""

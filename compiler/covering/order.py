@@ -8,7 +8,7 @@ FREE_OPS = frozenset({"slice"})
 _IN_PLACE_ROLES = frozenset({"state", "cache"})
 
 
-def successors(graph: Graph, free_ops: frozenset[str] = FREE_OPS) -> list[list[int]]:
+def successors(graph: Graph) -> list[list[int]]:
     """For each node position the positions that must come later: readers, and updates in place.
 
     A node that makes a state or cache from one of the same shape overwrites it, so every earlier reader of
@@ -22,7 +22,7 @@ def successors(graph: Graph, free_ops: frozenset[str] = FREE_OPS) -> list[list[i
     ]
     for index, node in enumerate(graph.nodes):
         for name in _overwritten(graph, node):
-            for reader in _readers(graph, name, free_ops):
+            for reader in _readers(graph, name):
                 if position[reader] < index and index not in edges[position[reader]]:
                     edges[position[reader]].append(index)
     return edges
@@ -38,21 +38,19 @@ def _overwritten(graph: Graph, node: Node) -> list[str]:
     return [n for n in node.inputs if (values[n].role, values[n].shape, values[n].dtype) in kinds]
 
 
-def _readers(graph: Graph, name: str, free_ops: frozenset[str]) -> list[str]:
+def _readers(graph: Graph, name: str) -> list[str]:
     """Nodes that read ``name``, directly or through views."""
     found = []
     for node in graph.consumers[name]:
         found.append(node.name)
-        if node.op in free_ops:
-            found += [reader for out in node.outputs for reader in _readers(graph, out, free_ops)]
+        if node.op in FREE_OPS:
+            found += [reader for out in node.outputs for reader in _readers(graph, out)]
     return found
 
 
-def through_views(
-    graph: Graph, edges: list[list[int]], free_ops: frozenset[str] = FREE_OPS
-) -> list[list[int]]:
+def through_views(graph: Graph, edges: list[list[int]]) -> list[list[int]]:
     """``edges`` with views made transparent: a path over views alone becomes one edge."""
-    free = [node.op in free_ops for node in graph.nodes]
+    free = [node.op in FREE_OPS for node in graph.nodes]
     if not any(free):
         return edges
     passed: list[list[int]] = [[] for _ in edges]

@@ -130,9 +130,8 @@ def beginning(executable: Executable, count: int) -> Executable:
 
 def only(executable: Executable, number: int) -> Executable:
     """One launch of a bound step."""
-    ends = (*executable.first[1:], len(executable.steps))
     return replace(executable, plan=replace(executable.plan, launches=(executable.plan.launches[number],)),
-                   steps=executable.steps[executable.first[number] : ends[number]], first=(0,))
+                   steps=executable.steps_of(number), first=(0,))
 
 
 def wait_for(executable: Executable) -> None:

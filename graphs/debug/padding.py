@@ -59,8 +59,8 @@ def _fill(executable: Executable, garbage: str) -> None:
 
 def _outputs(executable: Executable, garbage: str) -> Outputs:
     """One eager step, the outputs of each launch filled before it runs; what it wrote by rows, on the host."""
-    ends, plan, found = [*executable.first[1:], len(executable.steps)], executable.plan, []
-    for launch, start, end in zip(plan.launches, executable.first, ends, strict=True):
+    plan, found = executable.plan, []
+    for number, launch in enumerate(plan.launches):
         read = {plan.tensors[name].buffer for name in launch.inputs}
         own = [n for n in launch.outputs if plan.buffers[plan.tensors[n].buffer].kind in ("arena", "output")
                and plan.tensors[n].buffer not in read]
@@ -69,7 +69,7 @@ def _outputs(executable: Executable, garbage: str) -> Outputs:
                 tensor = rank.tensors[name]
                 values = FLOATS if tensor.is_floating_point() else INTEGERS
                 tensor.fill_(values[garbage])
-        for step in executable.steps[start:end]:
+        for step in executable.steps_of(number):
             step()
         rows = [n for n in own if plan.tensors[n].shape[0] == plan.spec.step.rows]
         found.append({n: executable.ranks[0].tensors[n].to("cpu", copy=True) for n in rows})

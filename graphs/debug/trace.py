@@ -120,12 +120,11 @@ def tracing(trace: Trace) -> Iterator[Trace]:
 def trace_step(executable: Executable) -> Trace:
     """One eager step, traced. On a GPU torch also warns of waits that no op shows."""
     trace, on_gpu = Trace(), executable.ranks[0].arena.device.type == "cuda"
-    ends = [*executable.first[1:], len(executable.steps)]
     with tracing(trace), warnings.catch_warnings(record=True) as warned, _warning_of_waits(on_gpu):
-        for number, (start, end) in enumerate(zip(executable.first, ends, strict=True)):
+        for number in range(len(executable.first)):
             trace.launch = number
             before = _allocations(executable)
-            for step in executable.steps[start:end]:
+            for step in executable.steps_of(number):
                 step()
             made = _allocations(executable) - before
             if made:

@@ -77,11 +77,9 @@ class Tripwire:
 
     @property
     def wrapped(self) -> Executable:
-        steps = list(self.executable.steps)
-        ends = [*self.executable.first[1:], len(steps)]
-        for number, (start, end) in enumerate(zip(self.executable.first, ends, strict=True)):
-            steps[start:end] = [partial(self._watched, number, step) for step in steps[start:end]]
-        return replace(self.executable, steps=tuple(steps))
+        steps = tuple(partial(self._watched, number, step) for number in range(len(self.executable.first))
+                      for step in self.executable.steps_of(number))
+        return replace(self.executable, steps=steps)
 
     def _watched(self, launch: int, step: Callable[[], None]) -> None:
         if self.probe.status() == NOT_CAPTURING:

@@ -176,10 +176,9 @@ def launch_records(executable: Executable, owner: Mapping[int, int]) -> tuple[La
     nodes: dict[int, list[int]] = {}
     for node, owning in sorted(owner.items()):
         nodes.setdefault(owning, []).append(node)
-    ends = (*executable.first[1:], len(executable.steps))
     records = []
     for index, launch in enumerate(plan.launches):
-        steps = executable.steps[executable.first[index] : ends[index]]
+        steps = executable.steps_of(index)
         choice = plan.choice(launch)
         records.append(LaunchRecord(
             launch.id, tuple(nodes.get(index, ())), floor_us=round(floor_us(choice, device), 3), bytes=choice.bytes,
@@ -233,9 +232,8 @@ def _users(plan: LaunchPlan) -> tuple[_Uses, _Uses]:
 
 def _tables(executable: Executable, known: Sequence[tuple[int, int]]) -> Iterator[Pointer]:
     """Tensors that a bound launch made for itself, such as tables of addresses."""
-    ends = (*executable.first[1:], len(executable.steps))
     for index, launch in enumerate(executable.plan.launches):
-        for step in executable.steps[executable.first[index] : ends[index]]:
+        for step in executable.steps_of(index):
             for one in getattr(step, "launches", (step,)):
                 for name, tensor in (getattr(one, "pointers", None) or getattr(one, "arguments", {})).items():
                     if not isinstance(tensor, torch.Tensor):

@@ -130,9 +130,8 @@ def first_difference(plan: LaunchPlan, these: Record, those: Record) -> str:
 
 def _run_recorded(executable: Executable, step: int, record: Record) -> None:
     """One launch after the other has ended; keeps what each writes on the first rank bound here."""
-    ends = [*executable.first[1:], len(executable.steps)]
     for number, launch in enumerate(executable.plan.launches):
-        for run in executable.steps[executable.first[number] : ends[number]]:
+        for run in executable.steps_of(number):
             run()
         for name in launch.outputs:
             record[step, number, name] = executable.ranks[0].tensors[name].cpu().contiguous()

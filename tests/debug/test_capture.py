@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ def enqueued(plan: LaunchPlan, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tu
 
     monkeypatch.setattr(capturing.torch.cuda, "stream", enter)
     count = len(plan.launches)
-    executable = SimpleNamespace(plan=plan, steps=tuple(map(step, range(count))), first=tuple(range(count)))
+    executable = Executable(plan, (), tuple(map(step, range(count))), tuple(range(count)), 1)
     streams = {0: Stream(), 1: Stream()}
     capturing.enqueue(executable, streams, stream_waits(plan))
     return log, streams[0]

@@ -143,6 +143,13 @@ def test_diff_tells_what_changed_and_counts_what_hardly_did() -> None:
     assert f"  attn.in_proj: torch.linear {edges[0]} -> {edges[1]}, 13.04 -> 13.04 us (layers 1)" in diff(old, moved)
 
 
+def test_diff_with_a_plan_of_fewer_launches_and_choices() -> None:
+    other = compile_spec(load_spec(K3, ("model.layers=[0]", "choices.moe_tail=stripe")))
+    assert len(other.choices) < len(small().choices)
+    removed = [line for line in diff(small(), other).splitlines() if ": removed, " in line]
+    assert any("mlp.gate" in line and "(layers 1, 3)" in line for line in removed)
+
+
 def test_diff_of_a_plan_with_itself() -> None:
     assert diff(small(), small()) == f"equal: {small().key}"
 
