@@ -81,9 +81,9 @@ from .copy_weights import copy_by_rows, first_side
 from .dot import add_warps, dot_chunk, dot_unit, free_slot, hand_over, look_at_chunk, reload
 from .gathered_list import members_of, pair_at, sort
 from .gathered_plan import MOST_TOKENS, Config, Gathered
-from .moe_experts import MULTIPLIERS
 from .mxfp4 import WEIGHT_EXPONENT, pack_f16
 from .plan import PARTIALS, STEP, THREADS, TILE, TOKENS, WARPS
+from .roles import MULTIPLIERS
 
 COPIER, ZEROING, FINISHER = WARPS, WARPS + 1, WARPS + 2
 

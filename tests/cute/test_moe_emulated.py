@@ -35,7 +35,7 @@ ROUTED = replace(SMALL, experts=64, top_k=5, latent=64)
 @cache
 def modules() -> dict[str, Any]:
     return warp_emulator.load(("experts.mxfp4", "moe_parts", "mailbox", "moe_topk", "experts.call", "experts.dot",
-                               "experts.work_list", "experts.copy_weights", "experts.moe_experts",
+                               "experts.work_list", "experts.copy_weights", "experts.roles", "experts.moe_experts",
                                "experts.gathered_list", "experts.moe_experts_gathered", "moe_front",
                                "moe_front_sharded"))
 
