@@ -23,6 +23,7 @@ class Cost:
     measured: bool
     source: str
     timed: bool = True  # whether its kernel was timed on this GPU, at this or a comparable shape
+    guess: float | None = None  # what the model said, where ``us`` was raised above kernels that were timed
 
 
 @dataclass(frozen=True, eq=False)

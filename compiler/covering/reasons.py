@@ -35,7 +35,7 @@ def explain_losers(regions: Sequence[Region], masks: Sequence[int], costs: Seque
         dearer = float("inf") if alternative is None else alternative.dearer
         for chosen in {owner[bit] for bit in bits(masks[index])}:
             rivals[chosen].append((dearer, index))
-    texts = {index: _text(index, alternative, regions, masks, costs, toll)
+    texts = {index: _text(index, alternative, regions, masks, costs, toll) + _raised(costs[index])
              for index, alternative in solution.lost.items()}
     found = {}
     for chosen, indices in rivals.items():
@@ -94,6 +94,10 @@ def _text(index: int, alternative: Alternative | None, regions: Sequence[Region]
     if len(replaced) == 1:
         return f"split: {total}, {margin}"
     return f"with it {total} in place of {_sum(replaced, regions, costs)}, {margin}"
+
+
+def _raised(cost: Cost) -> str:
+    return "" if cost.guess is None else f"; never timed on this GPU, or the model's {_us(cost.guess)} us would count"
 
 
 def _margin(alternative: Alternative, toll: int) -> str:

@@ -30,7 +30,7 @@ def _raised(cost: Cost, us: float) -> Cost:
     least = us * MARGIN
     if cost.timed or not cost.us < least < math.inf:
         return cost
-    return replace(cost, us=least, source=f"never timed on this GPU: just above timed kernels for the same ops "
+    return replace(cost, us=least, guess=cost.us, source=f"never timed on this GPU: just above timed kernels for the same ops "
                                           f"({us:.2f} us), though the {cost.source} says {cost.us:.2f}")
 
 

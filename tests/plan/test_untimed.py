@@ -37,6 +37,8 @@ def test_a_guess_does_not_win_against_times(other) -> None:
     assert chosen(found) == ["timed.first", "timed.second", "timed.third"]
     (loser,) = [x for choice in found.choices for x in choice.losers if x.kernel == other.id][:1]
     assert loser.us == pytest.approx(3.03 if other is TWIN else 7.07)
+    guess = "1.0" if other is TWIN else "1.5"
+    assert loser.reason.endswith(f"dearer; never timed on this GPU, or the model's {guess} us would count")
 
 
 def test_a_guess_wins_against_guesses() -> None:
@@ -57,3 +59,4 @@ def test_a_dear_guess_stays_what_it_is() -> None:
     found = covered(TWIN, guessed={"other.second": 5.0})
     losers = [x for choice in found.choices for x in choice.losers if x.kernel == "other.second"]
     assert losers[0].us == 5.0
+    assert "never timed" not in losers[0].reason
