@@ -97,7 +97,7 @@ def _text(index: int, alternative: Alternative | None, regions: Sequence[Region]
 
 
 def _raised(cost: Cost) -> str:
-    return "" if cost.guess is None else f"; never timed on this GPU, or the model's {_us(cost.guess)} us would count"
+    return "" if cost.guess is None else f"; never timed on this GPU, the model alone says {_us(cost.guess)} us"
 
 
 def _margin(alternative: Alternative, toll: int) -> str:

@@ -2,7 +2,8 @@
 
 A model's price is a guess from bytes and flops; it knows nothing of how well a kernel is written. Where the nodes of
 such a kernel could be computed by kernels with times of this GPU, the guess is raised to just above their sum. Where
-nothing is timed (a GPU that nobody has measured) all are guesses and compete as they are.
+nothing is timed all are guesses and compete as they are; the library's product counts as timed on every GPU, also on
+one that nobody has measured (``cost.py``).
 """
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ def _raised(cost: Cost, us: float) -> Cost:
     least = us * MARGIN
     if cost.timed or not cost.us < least < math.inf:
         return cost
-    return replace(cost, us=least, guess=cost.us, source=f"never timed on this GPU: just above timed kernels for the same ops "
-                                          f"({us:.2f} us), though the {cost.source} says {cost.us:.2f}")
+    said = f"just above timed kernels for the same ops ({us:.2f} us), though the {cost.source} says {cost.us:.2f}"
+    return replace(cost, us=least, guess=cost.us, source=f"never timed on this GPU: {said}")
 
 
 def _cheapest(mask: int, timed: Sequence[tuple[int, Cost]]) -> float:
