@@ -6,14 +6,15 @@ bf16 [T, D] (``rest``, oldest first) and ``score`` fp32 [D]: ``s_j = (v_j . scor
 over blocks and p, mix, ``h = mix rsqrt(mean mix^2 + out_eps) weight``. ``p`` and ``h`` may be the storage of
 ``prefix``. All ranks add in the order of the ranks and so have the same bits.
 
-Layout: a row is a cluster of ``cluster`` blocks; a thread has 8 columns, one fragment of 16 bytes. What a row needs to
-know of its sources are their products with each other and with ``score``. Those of the blocks alone are made while
-the parts of the other ranks travel; after the wait only the products with p are new. Sums go over the lanes of a
-warp, then each warp stores its sums in every block of the cluster; a barrier there counts the bytes (a cluster barrier
-would have to wait for the stores to the other ranks as well). The norm of the mix follows from the products, so that
-there is one exchange and not two.
+Layout: a row is a cluster of ``cluster`` blocks; a thread has 8 columns, one fragment of 16 bytes. Products, softmax
+and norm are those of ``row_mix.py``. Products of the blocks alone are made while the parts of the other ranks travel;
+when they have come only the products with p are new. In a ``settled`` configuration blocks that are settled, and a
+settled prefix, are read and folded before the wait for the producers, so that the three sums of p are all that the row
+exchanges when the parts have come; its own part a rank then publishes behind the fold. That form is **not timed yet**
+and never ran on a GPU. Where nothing is settled it is the other form to the instruction. Sums go to every block of the
+cluster by stores whose bytes a barrier there counts (a cluster barrier would have to wait for the stores to the other
+ranks as well).
 
-A row of one block keeps its sums at home, because a block that is launched without a cluster has no address in one.
 Parts travel in one shot, each to every rank, or in two: each to the rank that owns its columns, and the sum from there
 to every rank. Two shots cost a hop and send 2/ranks of the bytes.
 
@@ -23,7 +24,8 @@ before it waits; so a launch with one shot ends once every rank has begun its ow
 row of the other ranks: blocks start in the order of the rows, so that the lowest unfinished row runs everywhere. The
 launch for all ranks of one process needs all blocks resident at once (``bind`` checks it); where they do not fit,
 publishing, summing and collecting are launches of their own.
-Epochs: one for each block, as ``mailbox.py`` says. Weights are loaded before the wait for the producers.
+Epochs: one for each block, as ``mailbox.py`` says. Weights, and what is settled, are loaded before the wait for the
+producers.
 The last act is a cluster barrier: no block leaves while another may still write to it.
 Numerics: bf16 parts, fp32 sums in the order of the ranks, one rounding each of y, p and h; products and softmax fp32,
 exp and rsqrt by the hardware's approximations (2 ulp).
@@ -34,7 +36,7 @@ ranks of a group and in loopback.
 # ruff: noqa: SIM102 - what is known while the kernel is traced stands alone
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,65 +55,41 @@ from .mailbox import (
     addresses,
     columns_of,
     fits_at_once,
-    fma,
     hold_back,
     rounded,
     row_bytes,
     sum_over_lanes,
 )
-from .primitives import (
-    address,
-    exp,
-    load_shared,
-    load_words,
-    maximum,
-    pack,
-    peer_address,
-    reciprocal,
-    rsqrt,
-    select,
-    send,
-    store_shared,
-    store_words,
-    total,
-    unpack,
-)
+from .primitives import address, load_words, pack, select, store_words, unpack
 from .protocol import FRAGMENT_WORDS, PROTOCOL
+from .row_mix import LANES, Row, await_sums, dot, fold, folded, mixed, open_row, share
 
 WAITS = ("parts of a row", "sums of a row")
 MIXED = ("score", "weight", "h", "p", "prefix")  # tensors of ``mix_row`` beside the blocks
 WHOLE, PUBLISH, COLLECT, REDUCE = 0, 1, 2, 3
-LANES = 32
-HEAD = 16  # bytes of the barrier before the sums
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
 class Config:
-    """Blocks of a row, threads of each, and hops of the sum."""
+    """Blocks of a row, threads of each, and hops of the sum. ``settled``: what is settled is read before the wait."""
 
     cluster: int
     threads: int
     shots: int = 1
+    settled: bool = False
 
 
 @dataclass(frozen=True)
-class Static:
+class Static(Row):
     """What the kernel is compiled for."""
 
     columns: tuple[str, ...]  # of the address table
     rows: int
-    width: int  # of a row
-    blocks: int  # finished blocks of layers
     ranks: int
     slot: int  # bytes
-    cluster: int
-    threads: int
     shots: int
     add: bool  # there is a prefix
     keep: bool  # p is read outside
-    eps: float
-    out_eps: float
     stride_x: int  # elements between rows
     stride_prefix: int
     stride_block: int
@@ -120,113 +98,16 @@ class Static:
     phase: int
     limit: int
     dependent: bool
+    settled_prefix: bool
     multicast: bool = False
     # where a row comes finished and not in parts: fragments of it from each rank, and the first of them in a slot
     stripe: int = 0
     base: int = 0
 
     @property
-    def warps(self) -> int:
-        return self.threads // LANES
-
-    @property
     def owned(self) -> int:
         """Fragments of a row that one rank sums, with two shots."""
         return self.width // 8 // self.ranks
-
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory: the barrier, the sums of every warp of the cluster, their totals."""
-        return self.totals + 16 * -(-(self.early + self.late) // 4)
-
-    @property
-    def totals(self) -> int:
-        """Where the totals begin, which are read four at a time."""
-        return HEAD + 16 * -(-(self.early + self.late) * self.cluster * self.warps // 4)
-
-    @property
-    def early(self) -> int:
-        """Products of the blocks with each other and with the score, known before the sum."""
-        return self.blocks * (self.blocks + 1) // 2 + self.blocks
-
-    @property
-    def late(self) -> int:
-        """Products of p with the blocks, itself and the score."""
-        return self.blocks + 2
-
-    @property
-    def pair(self) -> dict[tuple[int, int], int]:
-        """Where the product of sources i <= j stands; column ``blocks + 1`` is the score."""
-        early = [(i, j) for i in range(self.blocks) for j in range(i, self.blocks)]
-        early += [(i, self.blocks + 1) for i in range(self.blocks)]
-        return {key: i for i, key in enumerate(early + [(i, self.blocks) for i in range(self.blocks + 1)]
-                                               + [(self.blocks, self.blocks + 1)])}
-
-
-def _dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
-    found = a[0] * b[0]
-    for x, y in zip(a[1:], b[1:], strict=True):
-        found = fma(x, y, found)
-    return found
-
-
-def _share(totals: Sequence[Any], count: int, sums: Any, warp: Any, first: int, lane: Any, p: Static) -> None:
-    """Stores a warp's sums, as ``sum_over_lanes`` leaves them, in every block of the cluster from column ``first``."""
-    row = sums + HEAD + (warp * (p.early + p.late) + first) * 4
-    for group, value in enumerate(totals):
-        left = min(LANES, count - group * LANES)
-        wide = 1 << (left - 1).bit_length()
-        copies = LANES // wide  # groups of lanes that hold the same sums, each for other blocks
-        own = lane % wide
-        for turn in range(-(-p.cluster // copies)):
-            target = turn * copies + lane // wide
-            guard = (own < left) & (target < p.cluster)
-            place = row + (group * LANES + own) * 4
-            if p.cluster == 1:
-                store_shared(place, [value], guard=guard)
-            else:
-                send(peer_address(place, target), [value], peer_address(sums, target), guard=guard)
-
-
-def _totals(sums: Any, thread: Any, p: Static) -> list[Any]:
-    """Every sum over all warps of the cluster, in every thread."""
-    count, warps = p.early + p.late, p.cluster * p.warps
-    whole = sums + p.totals
-    for start in range(0, count, p.threads):
-        own = thread + start
-        at = sums + HEAD + select(own < count, own, Int32(0)) * 4
-        parts = [load_shared(at + warp * count * 4) for warp in range(warps)]
-        store_shared(whole + own * 4, [total(parts)], guard=own < count)
-    cute.arch.sync_threads()
-    return [value for i in range(0, count, 4) for value in load_shared(whole + i * 4, 4)][:count]
-
-
-def _factors(totals: Sequence[Any], p: Static) -> list[Any]:
-    """What each source is multiplied by: its share of the softmax times the norm of the mix."""
-    n, pair = p.blocks, p.pair
-    scores = [totals[pair[j, n + 1]] * rsqrt(fma(totals[pair[j, j]], Float32(1 / p.width), Float32(p.eps)))
-              for j in range(n + 1)]
-    top = maximum(scores)
-    shares = [exp(score - top) for score in scores]
-    square = Float32(0.0)
-    for i in range(n + 1):
-        product = totals[pair[i, i]] * shares[i]
-        for j in range(i + 1, n + 1):
-            product = fma(2 * shares[j], totals[pair[i, j]], product)
-        square = fma(product, shares[i], square)
-    # the shares are still too large by their sum; so is the root of ``square``
-    inverse = reciprocal(total(shares))
-    mean = cute.arch.fmax(square, Float32(0.0)) * Float32(1 / p.width) * inverse * inverse
-    scale = rsqrt(mean + Float32(p.out_eps)) * inverse
-    return [share * scale for share in shares]
-
-
-def open_row(p: Static) -> None:
-    """First thing in a block that mixes, by one thread: the barrier that counts what the cluster sends to the block."""
-    barrier = cute.arch.get_dyn_smem(Int64, 16)
-    cute.arch.mbarrier_init(barrier, 1)
-    cute.arch.mbarrier_init_fence()
-    cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4 * (p.early + p.late) * p.cluster * p.warps)
 
 
 def mix_row(at: Addresses, thread: Any, part: Any, row: Any, block: Any, p: Static, *, publish: bool) -> None:
@@ -246,15 +127,22 @@ def mix_row(at: Addresses, thread: Any, part: Any, row: Any, block: Any, p: Stat
     peer = at.peer(owner) if p.shots == 2 else None
     weight = load_words(at["weight"] + column)
     score = [word.bitcast(Float32) for half in (0, 16) for word in load_words(at["score"] + 2 * column + half)]
+
+    def source(name: str, stride: int, *, settled: bool) -> list[Any]:
+        return load_words(at[name] + Int64(row) * (2 * stride) + column, settled=settled)
+
+    prefix = source("prefix", p.stride_prefix, settled=True) if last and p.add and p.settled_prefix else []
+    if last and p.folded:
+        _fold(source, score, real, thread, part, p)
     await_producers(p.dependent)
 
     # everything but the parts of the other ranks is on its way before anything is needed
-    x = load_words(at["x"] + Int64(row) * (2 * p.stride_x) + column) if publish else []
+    x = source("x", p.stride_x, settled=False) if publish else []
     box = Mailbox(at, ranks=p.ranks, slot=p.slot, block=block, limit=p.limit, multicast=p.multicast)
-    held, prefix = [], []
+    held = []
     if last:
-        held = [load_words(at[f"block{i}"] + Int64(row) * (2 * p.stride_block) + column) for i in range(p.blocks)]
-        prefix = load_words(at["prefix"] + Int64(row) * (2 * p.stride_prefix) + column) if p.add else []
+        held = [source(f"block{i}", p.stride_block, settled=False) for i in p.fresh]
+        prefix = source("prefix", p.stride_prefix, settled=False) if p.add and not p.settled_prefix else prefix
     each = p.owned if p.shots == 2 else p.stripe
     where = row * fragments + fragment if owner is None else p.base + row * each + fragment - owner * each
     if publish and p.phase in (WHOLE, PUBLISH):
@@ -276,6 +164,16 @@ def mix_row(at: Addresses, thread: Any, part: Any, row: Any, block: Any, p: Stat
     store_words(at["h"] + Int64(row) * (2 * p.stride_h) + column, h, guard=real)
     box.count(Int32(thread == 0))
     cute.arch.cluster_wait()
+
+
+def _fold(source: Callable[..., list[Any]], score: list[Any], real: Any, thread: Any, part: Any, p: Static) -> None:
+    """The settled blocks, read and folded before the wait for the producers."""
+    words = [source(f"block{i}", p.stride_block, settled=True) for i in p.folded]
+    if real is not None:
+        score = [select(real, s, Float32(0.0)) for s in score]
+        words = [[select(real, word, Int32(0)) for word in some] for some in words]
+    cute.arch.cluster_wait()
+    fold([unpack(some) for some in words], score, thread, part * p.warps + thread // LANES, p)
 
 
 def _reduce(box: Mailbox, where: Any, owner: Any, real: Any, p: Static) -> None:
@@ -321,31 +219,29 @@ def _await_sum(box: Mailbox, where: Any, owner: Any, real: Any, p: Static) -> li
 
 def _mix(box: Mailbox, thread: Any, part: Any, place: tuple[Any, Any], score: list[Any], sources: list[list[Any]],
          prefix: list[Any], real: Any, p: Static) -> tuple[list[Any], list[Any]]:
-    """The new prefix of a thread's columns, 4 words, and their mix times the norm's factor, 8 fp32."""
+    """The new prefix of a thread's columns, 4 words, and their mix times the norm's factor, 8 fp32. ``sources`` are the
+    fresh blocks."""
     lane, warp = thread % LANES, part * p.warps + thread // LANES
-    barrier = cute.arch.get_dyn_smem(Int64, 16)
-    sums = address(barrier)
-    early = [_dot(sources[i], sources[j]) for i in range(p.blocks) for j in range(i, p.blocks)]
-    early = sum_over_lanes(early + [_dot(source, score) for source in sources], lane)
-    cute.arch.cluster_wait()
-    _share(early, p.early, sums, warp, 0, lane, p)
+    sums, area = address(cute.arch.get_dyn_smem(Int64, 16)), p.area(True)
+    columns = {**dict(zip(p.fresh, sources, strict=True)), p.names[1]: score}
+    base = folded(thread, p) if p.folded else None
+    if base:
+        columns[p.names[2]] = base.columns
+    early = sum_over_lanes([dot(columns[i], columns[j]) for i, j in p.middle], lane)
+    if not base:
+        cute.arch.cluster_wait()
+    share(early, len(p.middle), sums, warp, 0, lane, area, p)
 
     y = _await_sum(box, *place, real, p)
     if p.add:
         y = [a + b for a, b in zip(rounded(y), prefix, strict=True)]
     kept = pack(y)
-    last = unpack(kept if real is None else [select(real, word, Int32(0)) for word in kept])
-    late = [_dot(source, last) for source in (*sources, last)] + [_dot(last, score)]
-    _share(sum_over_lanes(late, lane), p.late, sums, warp, p.early, lane, p)
-    if p.cluster == 1:
-        cute.arch.sync_threads()
-    else:
-        cute.arch.mbarrier_wait(barrier, 0)
+    last = columns[p.names[0]] = unpack(kept if real is None else [select(real, word, Int32(0)) for word in kept])
+    late = [dot(columns[i], columns[j]) for i, j in p.last]
+    share(sum_over_lanes(late, lane), len(late), sums, warp, len(p.middle), lane, area, p)
+    await_sums(area, p)
     cute.arch.cluster_arrive_relaxed()
-    mix = [Float32(0.0)] * 8
-    for source, factor in zip((*sources, last), _factors(_totals(sums, thread, p), p), strict=True):
-        mix = [fma(factor, s, m) for m, s in zip(mix, source, strict=True)]
-    return kept, mix
+    return kept, mixed(sources, last, base, thread, p)
 
 
 @cute.kernel
@@ -381,6 +277,8 @@ def static_of(calls: Sequence[Call], links: Sequence[Link], config: Config, frag
         columns=(), rows=rows, width=width, blocks=len(first.rest), ranks=ranks, slot=4 * slot, cluster=config.cluster,
         threads=config.threads, shots=config.shots, add=prefix is not None, keep=p is not None,
         eps=first.attrs["m"]["eps"], out_eps=first.attrs["h"]["eps"], stride_x=0,
+        settled=tuple(config.settled and f"...{i}" in first.settled for i in range(len(first.rest))),
+        settled_prefix=config.settled and "prefix" in first.settled,
         stride_prefix=0 if prefix is None else row_stride(prefix),
         stride_block=strides.pop(), stride_p=0 if p is None else row_stride(p), stride_h=row_stride(h), phase=WHOLE,
         limit=first.wait_limit, dependent=first.dependent_launch, multicast=multicast)

@@ -8,7 +8,8 @@ Layout: two kinds of clusters. The first ``producers`` of a grid multiply: a war
 whose weights it holds in registers before it waits for the producers of ``a``; so the whole weight of K3 at 16 ranks
 (11 MB) is on its way or in registers when attention ends. Warps that share a tile add their sums through shared memory;
 then all threads send fragments of 8 outputs to all ranks. The last T clusters are those of ``all_reduce_attn_res.py``,
-a row each: they have read the finished blocks and multiplied them with each other by the time the sums come.
+a row each: they have read the finished blocks and multiplied them with each other by the time the sums come, settled
+ones before the wait for the producers in a ``settled`` configuration (not timed yet).
 
 Waits: (0) "parts of a row". Blocks that multiply wait for no other block, and they come before those that mix in the
 order in which blocks start, so that a launch ends on any number of multiprocessors once every rank has begun its own.

@@ -7,7 +7,7 @@ from typing import Any
 from ..compiler.call import Scratch
 from ..compiler.fusions import MIX
 from ..compiler.kernel import KernelDef, Region
-from .all_reduce_attn_res_menu import ARCH, LANES, clusters, mailbox
+from .all_reduce_attn_res_menu import ARCH, LANES, clusters, mailbox, with_settled
 from .all_reduce_attn_res_menu import refusal as refusal_of_mix
 
 ENTRY = "k3plan.ops_cute.all_reduce_o_proj:bind"
@@ -41,8 +41,8 @@ def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
 
 def configs(region: Region) -> list[dict[str, Any]]:
     inputs = region.value("a").shape[1]
-    return [c for c in clusters(region) if splits(inputs, c["threads"] // LANES)
-            and (c["threads"] // LANES) % splits(inputs, c["threads"] // LANES) == 0]
+    return with_settled([c for c in clusters(region) if splits(inputs, c["threads"] // LANES)
+                         and (c["threads"] // LANES) % splits(inputs, c["threads"] // LANES) == 0])
 
 
 def _needs(region: Region) -> str | None:

@@ -20,11 +20,19 @@ score``), summed over the warp without a shuffle. As 4 columns a thread of every
 mix follows from the products, ``sum p_i p_j (v_i . v_j)``, so that the blocks exchange once: the sums of each go to
 all others by stores that count their own bytes at the receiver's barrier. Then each warp does the softmax for itself.
 
-Waits: barrier, ``score`` and ``weight`` before the wait for the producers; blocks, prefix and delta after it (any
-earlier kernel may still be running before it, so they may not be read sooner). The trigger is the first instruction. A
-block of the cluster is sent to after all of it has begun, and leaves after it has received all: the cluster's second
-barrier, entered after the exchange, holds what the exchange already implies.
-Numerics: bf16 products are exact, sums fp32, ``p`` is rounded to bf16 before it is used, ``h`` once.
+Another form, of ``settled`` configurations where a block is settled: a thread has 8 columns, and the settled blocks are
+read, multiplied with each other and folded into one source before the wait, which has an exchange of its own
+(``row_mix.py``). Behind the wait a thread loads two fragments, prefix and delta, and the row exchanges three sums,
+however many blocks there are: 261 instructions from the wait to the end with one block as with eight, where the form
+above has 538 and 700 (sm_90a, 4 warps). With 28 warps, for up to 3 blocks, a row is one block of threads, which
+exchanges nothing. **Not timed yet**; it never ran on a GPU.
+
+Waits: barriers, ``score``, ``weight`` and settled blocks before the wait for the producers; fresh blocks, prefix and
+delta after it (any earlier kernel may still be running before it, so they may not be read sooner). The trigger is the
+first instruction. A block of the cluster is sent to after all of it has begun, and leaves after it has received all:
+the cluster's second barrier, entered after the exchange, holds what the exchange already implies.
+Numerics: products of bf16 are exact, sums and the folded source fp32, ``p`` is rounded to bf16 before it is used, ``h``
+once.
 """
 from __future__ import annotations
 
@@ -37,8 +45,9 @@ import torch
 from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call
-from .attn_res_menu import BLOCKS, CLUSTER, WARP_COLUMNS, count_parts
+from .attn_res_menu import AHEAD_COLUMNS, BLOCKS, CLUSTER, MOST_WARPS, WARP_COLUMNS, count_parts
 from .launching import KernelLaunch, await_producers, named, row_stride, start_dependents
+from .mailbox import sum_over_lanes
 from .primitives import (
     address,
     exp,
@@ -58,6 +67,7 @@ from .primitives import (
     total,
     unpack,
 )
+from .row_mix import Row, await_sums, dot, fold, folded, mixed, open_row, share
 
 # fp32 sums of one warp or block: the product's columns 0..7 as the matrix units leave them (4 a lane), then of its
 # column 8, the prefix's, rows 8..15
@@ -274,13 +284,88 @@ def _attn_res(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
         cute.arch.cluster_wait()
 
 
+@dataclass(frozen=True)
+class Ahead(Row):
+    """What the form for settled blocks is compiled for; strides in elements."""
+
+    stride_prefix: int
+    stride_delta: int
+    stride_block: int
+    stride_p: int
+    stride_h: int
+    has_delta: bool
+    has_p: bool
+    dependent: bool
+
+
+@cute.kernel
+def _attn_res_ahead(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
+    start_dependents(p.dependent)
+    thread, _, _ = cute.arch.thread_idx()
+    part, row, _ = cute.arch.block_idx()
+    if cutlass.const_expr(p.cluster > 1):
+        if thread == 0:
+            open_row(p)
+        cute.arch.cluster_arrive_relaxed()
+    _mix_ahead(named(names, arguments), thread, part, row, p)
+    if cutlass.const_expr(p.cluster > 1):
+        cute.arch.cluster_wait()
+
+
+def _mix_ahead(at: Any, thread: Any, part: Any, row: Any, p: Ahead) -> None:
+    """The columns of a thread: settled blocks before the wait, what is fresh behind it."""
+    lane, warp = thread % 32, part * p.warps + thread // 32
+    column = (part * p.threads + thread) * 8
+    real = None if p.cluster * p.threads * 8 == p.width else column < p.width
+    column = column if real is None else select(real, column, Int32(p.width - 8))
+
+    def load(pointer: Any, stride: int, *, settled: bool = False) -> list[Any]:
+        return load_words(address(pointer) + _bytes(row, stride, column), settled=settled)
+
+    def own(words: list[Any]) -> list[Any]:
+        """As fp32; a thread beyond the row counts for nothing."""
+        return unpack(words if real is None else [select(real, word, Int32(0)) for word in words])
+
+    weight = load_words(address(at.weight) + Int64(column) * 2) if p.out_eps is not None else []
+    score = [word.bitcast(Float32) for half in (0, 16)
+             for word in load_words(address(at.score) + Int64(column) * 4 + half)]
+    if real is not None:
+        score = [select(real, s, Float32(0.0)) for s in score]
+    ready = [load(getattr(at, f"b{i}"), p.stride_block, settled=True) for i in p.folded]
+    if p.cluster > 1:
+        cute.arch.cluster_wait()
+    fold([own(words) for words in ready], score, thread, warp, p)
+    await_producers(p.dependent)
+
+    newest = load(at.prefix, p.stride_prefix)
+    more = load(at.delta, p.stride_delta) if p.has_delta else []
+    fresh = [load(getattr(at, f"b{i}"), p.stride_block) for i in p.fresh]
+    base = folded(thread, p)
+    if p.has_delta:
+        newest = pack([x + y for x, y in zip(unpack(newest), unpack(more), strict=True)])
+    guard = None if real is None else Int32(real)
+    if p.has_p:
+        store_words(address(at.p) + _bytes(row, p.stride_p, column), newest, guard=guard)
+    columns = {**{i: own(words) for i, words in zip(p.fresh, fresh, strict=True)},
+               **dict(zip(p.names, (own(newest), score, base.columns), strict=True))}
+    area, sums = p.area(True), address(cute.arch.get_dyn_smem(Int64, 16))
+    late = sum_over_lanes([dot(columns[i], columns[j]) for i, j in area.pairs], lane)
+    share(late, len(area.pairs), sums, warp, 0, lane, area, p)
+    await_sums(area, p)
+    if p.cluster > 1:
+        cute.arch.cluster_arrive_relaxed()
+    mix = mixed([columns[i] for i in p.fresh], columns[p.names[0]], base, thread, p)
+    if p.out_eps is not None:
+        mix = [x * factor for x, factor in zip(mix, unpack(weight), strict=True)]
+    store_words(address(at.h) + _bytes(row, p.stride_h, column), pack(mix), guard=guard)
+
+
 def bind(call: Call) -> KernelLaunch:
     """The launch for ``call``: attention residuals with or without the add and the norm."""
     prefix, score, h = call.tensors["prefix"], call.tensors["score"], call.tensors["h"]
     rows, columns = prefix.shape
-    parts = count_parts(dict(call.config), columns)
+    settled = tuple(call.config.get("settled", False) and f"...{i}" in call.settled for i in range(len(call.rest)))
     assert 1 <= len(call.rest) <= BLOCKS, f"{len(call.rest)} blocks"
-    assert parts <= CLUSTER, f"{parts} blocks share a row, a cluster has {CLUSTER}"
     strides = {row_stride(block) for block in call.rest}
     assert len(strides) == 1, f"blocks with strides {strides}"
     norm, p, delta = "m" in call.attrs, call.get("p"), call.get("delta")
@@ -294,12 +379,23 @@ def bind(call: Call) -> KernelLaunch:
         assert tensor.dtype == wanted, f"{name} is {tensor.dtype}"
         assert row_stride(tensor) % 8 == 0 if tensor.dim() > 1 else tensor.is_contiguous(), f"{name} {tensor.stride()}"
         assert tensor.is_meta or tensor.data_ptr() % 16 == 0, f"{name} begins at {tensor.data_ptr():#x}"
-    parameters = Parameters(
-        columns=columns, warps=call.config["warps"], parts=parts, blocks=len(call.rest),
-        eps=call.attrs["m" if norm else "h"]["eps"], norm_eps=call.attrs["h"]["eps"],
+    eps, norm_eps, warps = call.attrs["m" if norm else "h"]["eps"], call.attrs["h"]["eps"], call.config["warps"]
+    common: dict[str, Any] = dict(
         stride_prefix=row_stride(prefix), stride_delta=row_stride(tensors["delta"]), stride_block=strides.pop(),
         stride_p=row_stride(tensors["p"]), stride_h=row_stride(h), has_delta=delta is not None, has_p=p is not None,
-        norm=norm, dependent=call.dependent_launch,
+        dependent=call.dependent_launch,
     )
+    if any(settled):
+        cluster = -(-columns // (warps * AHEAD_COLUMNS))
+        ahead = Ahead(width=columns, blocks=len(call.rest), cluster=cluster, threads=32 * warps, eps=eps,
+                      out_eps=norm_eps if norm else None, settled=settled, **common)
+        return KernelLaunch(_attn_res_ahead, (cluster, rows, 1), ahead.threads, tensors, ahead, cluster=(cluster, 1, 1),
+                            shared=ahead.shared, dependent=call.dependent_launch)
+    # a row by one block of threads is for settled blocks only
+    warps = min(warps, MOST_WARPS)
+    parts = count_parts(warps, columns)
+    assert parts <= CLUSTER, f"{parts} blocks share a row, a cluster has {CLUSTER}"
+    parameters = Parameters(columns=columns, warps=warps, parts=parts, blocks=len(call.rest), eps=eps,
+                            norm_eps=norm_eps, norm=norm, **common)
     return KernelLaunch(_attn_res, (parts, rows, 1), 32 * parameters.warps, tensors, parameters,
                         cluster=(parts, 1, 1), shared=parameters.shared, dependent=call.dependent_launch)

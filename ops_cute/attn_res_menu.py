@@ -11,25 +11,44 @@ ARCH = ("sm_90", "sm_100", "sm_103")
 BLOCKS = 8  # most blocks of the residual stream: rows of one operand of the matrix units
 ROWS = (1, 64)
 CLUSTER = 16  # most thread blocks that share a row
+MOST_WARPS = 16  # of a block
 WARP_COLUMNS = 128  # 4 columns a thread, so that a row of the mix is one 8-byte load
+AHEAD_COLUMNS = 256  # of a warp where settled blocks are read before the wait: 8 columns a thread
 
 
-def count_parts(config: dict[str, Any], columns: int) -> int:
+def count_parts(warps: int, columns: int) -> int:
     """Thread blocks of a row's cluster."""
-    return -(-columns // (config["warps"] * WARP_COLUMNS))
+    return -(-columns // (warps * WARP_COLUMNS))
 
 
 def configs(region: Region) -> list[dict[str, Any]]:
-    """Seven blocks of 1024 columns for Kimi K3's 7168; more blocks have less to add up each, and more to exchange."""
+    """Seven blocks of 1024 columns for Kimi K3's 7168; more blocks have less to add up each, and more to exchange.
+
+    ``settled``: blocks that are settled are read and folded before the wait, by threads of 8 columns; where none is,
+    such a configuration is the same as without. It is first because a GPU that nobody has timed then has the form
+    whose work behind the wait is least; on an H200 the table says what was timed."""
     columns = region.value("prefix").shape[1]
-    fitting = [{"warps": w} for w in (8, 4, 16, 7)
-               if count_parts({"warps": w}, columns) <= CLUSTER and (w - 1) * WARP_COLUMNS < columns]
-    return fitting or [{"warps": min(w for w in (1, 2, 4, 8, 16) if count_parts({"warps": w}, columns) <= CLUSTER)}]
+    fitting: list[dict[str, Any]] = [{"warps": w} for w in (8, 4, 16, 7) if _fits(w, columns)]
+    fitting = fitting or [{"warps": min(w for w in (1, 2, 4, 8, 16) if count_parts(w, columns) <= CLUSTER)}]
+    # one block of threads for a row has no exchange, and 72 registers a thread
+    most = 28 if count_blocks(region) <= 3 else 14
+    ahead: list[dict[str, Any]] = [{"warps": w, "settled": True} for w in (4, 7, 14, 28)
+                                   if w <= most and _fits(w, columns) and (w - 1) * AHEAD_COLUMNS < columns]
+    return (ahead or [{"warps": 1, "settled": True}]) + fitting
+
+
+def _fits(warps: int, columns: int) -> bool:
+    return count_parts(warps, columns) <= CLUSTER and (warps - 1) * WARP_COLUMNS < columns
+
+
+def count_blocks(region: Region) -> int:
+    """Finished blocks of layers among the sources."""
+    return sum(node.op == "attn_res" and len(node.inputs) - 2 for node in region.nodes)
 
 
 def needs(region: Region) -> str | None:
     """Sources and dtypes that the kernel reads."""
-    blocks = sum(node.op == "attn_res" and len(node.inputs) - 2 for node in region.nodes)
+    blocks = count_blocks(region)
     columns = region.value("prefix").shape[1]
     if not 1 <= blocks <= BLOCKS:
         return f"{blocks} blocks, the kernel takes 1 to {BLOCKS}"

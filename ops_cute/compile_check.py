@@ -17,7 +17,8 @@ TARGETS = ("sm_90a", "sm_100a", "sm_103a")
 _REGISTERS, _FRAME = 0x2F, 0x11  # attributes of .nv.info: registers a thread, bytes of local memory a thread
 _INSTRUCTION = 16  # bytes; the lower 12 bits are its operation
 # operations by number, the same from sm_90 to sm_103
-LOAD, WAIT = 0x981, 0x82E  # of global memory (LDG), and griddepcontrol.wait (ACQBULK)
+LOAD = 0x981  # of global memory (LDG)
+WAIT, TRIGGER = 0x82E, 0x82D  # griddepcontrol.wait (ACQBULK) and griddepcontrol.launch_dependents (PREEXIT)
 _LOCAL = {0x387, 0x983}  # STL and LDL
 
 

@@ -25,7 +25,9 @@ its sum of squares to all blocks, by stores that count their own bytes at the re
 Waits: state, window, record, slots and all weights are read before the wait for the producers, and a verify step
 writes the folded state there: the last kernel that touched them belongs to the previous step, which is complete before
 this step's first kernel starts. Window and record are written after the cluster's first barrier, which all blocks
-enter after they have read them. The trigger is the first instruction; the last is the cluster's second barrier.
+enter after they have read them. The last instruction is the cluster's second barrier. The trigger is the first, or with
+``late`` the one behind the wait: then all that ran before the launch before this one is settled for those behind it
+(``compiler/settled.py``; not timed).
 Numerics: fp32 throughout, one rounding at each store; the gate projection uses exact bf16 products.
 """
 from __future__ import annotations
@@ -86,6 +88,7 @@ class Parameters:
     strides: tuple[int, ...]  # of ROW_INPUTS
     alignments: tuple[int, ...]
     dependent: bool
+    late: bool  # lets the next launch start behind its own wait
 
     @property
     def values(self) -> int:
@@ -242,7 +245,7 @@ def _pick(values: list[Any], start: int, g: Any, p: Parameters) -> Any:
 @cute.kernel
 def _kda(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
     at = named(names, arguments)
-    start_dependents(p.dependent)
+    start_dependents(p.dependent and not p.late)
     thread, _, _ = cute.arch.thread_idx()
     rank, head, sequence = cute.arch.block_idx()
     lane = thread % 32
@@ -355,6 +358,7 @@ def _kda(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
     if cutlass.const_expr(p.splits > 1):
         cute.arch.cluster_arrive()
     await_producers(p.dependent)
+    start_dependents(p.dependent and p.late)
 
     first_row = sequence * rows
     step, alignment = cutlass.const_expr(p.row("f_a"))
@@ -520,6 +524,7 @@ def bind(call: Call) -> KernelLaunch:
         fp32_state=tensors["state"].dtype == torch.float32,
         strides=tuple(row_stride(tensors[name]) for name in ROW_INPUTS),
         alignments=tuple(row_alignment(tensors[name]) for name in ROW_INPUTS), dependent=call.dependent_launch,
+        late=call.config.get("late", False),
     )
     _check(tensors, parameters)
     sequences = tensors["slots"].shape[0]

@@ -1,6 +1,7 @@
 """Where ``cute.kda_decode`` and ``cute.kda_verify`` fit and their launch configurations. No cutlass here."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..compiler.fusions import KDA_DECODE, KDA_VERIFY
@@ -20,13 +21,22 @@ def lanes_of(width: int, splits: int, warps: int) -> int:
 
 
 def configs(region: Region) -> list[dict[str, Any]]:
-    """Candidates; first the largest split of a head that still runs in one wave, with the fewest warps."""
+    """Candidates; first the largest split of a head that still runs in one wave, with the fewest warps.
+
+    ``late`` ones let the next launch start only behind their own wait, which settles the residual's blocks for what
+    runs behind. The next launch cannot come much sooner where the in-projection's blocks have a multiprocessor's shared
+    memory each; but what it streams begins a wait later, and nobody has timed that, so they come last."""
     sequences, _, heads, width = _sizes(region)
-    found = [{"splits": s, "warps": w} for s in (1, 2, 4, 8, 16) for w in (4, 8)
+    found: list[dict[str, Any]] = [{"splits": s, "warps": w} for s in (1, 2, 4, 8, 16) for w in (4, 8)
              if 32 * w >= width and 2 <= lanes_of(width, s, w) <= 32 and 4 <= width // lanes_of(width, s, w) <= 64]
     fitting = [c["splits"] for c in found if sequences * heads * c["splits"] <= WAVE]
     best = min(max(fitting, default=found[0]["splits"]), 8)
-    return sorted(found, key=lambda c: (abs(c["splits"].bit_length() - best.bit_length()), c["splits"], c["warps"]))
+    found.sort(key=lambda c: (abs(c["splits"].bit_length() - best.bit_length()), c["splits"], c["warps"]))
+    return found + [{**config, "late": True} for config in found]
+
+
+def is_late(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("late"))
 
 
 def _sizes(region: Region) -> tuple[int, int, int, int]:
@@ -62,9 +72,14 @@ def needs(region: Region) -> str | None:
     return None
 
 
+def _define(name: str, pattern: str, note: str) -> KernelDef:
+    return KernelDef(id=f"cute.{name}", pattern=pattern, entry=ENTRY, arch=ARCH, rows=ROWS, needs=needs,
+                     configs=configs, late=is_late, note=note)
+
+
 KERNELS: tuple[KernelDef, ...] = (
-    KernelDef(id="cute.kda_decode", pattern=KDA_DECODE, entry=ENTRY, arch=ARCH, rows=ROWS, needs=needs, configs=configs,
-              note="gate projection, convolution, delta rule and gated norm of one row a sequence; a cluster a head"),
-    KernelDef(id="cute.kda_verify", pattern=KDA_VERIFY, entry=ENTRY, arch=ARCH, rows=ROWS, needs=needs, configs=configs,
-              note="the same for 2 to 8 rows a sequence, with the accepted rows of the previous step folded in"),
+    _define("kda_decode", KDA_DECODE,
+            "gate projection, convolution, delta rule and gated norm of one row a sequence; a cluster a head"),
+    _define("kda_verify", KDA_VERIFY,
+            "the same for 2 to 8 rows a sequence, with the accepted rows of the previous step folded in"),
 )

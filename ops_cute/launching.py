@@ -55,14 +55,15 @@ PORTABLE_SHARED = 48 * 1024
 
 
 def start_dependents(dependent: bool) -> None:
-    """Lets the next kernel start while this one runs. Called first thing: a late trigger gains nothing."""
+    """Lets the next kernel start while this one runs. Called first thing, or by a kernel that its menu calls ``late``
+    behind its wait: it gains nothing itself, but settles what ran before it for the kernels behind."""
     if dependent:
         cute.arch.griddepcontrol_launch_dependents()
 
 
 def await_producers(dependent: bool) -> None:
-    """Blocks until every earlier kernel has finished. Only weights, and what no kernel of a step writes, may be read
-    before it, and nothing that an earlier kernel may still read may be written before it."""
+    """Blocks until every earlier kernel has finished. Only weights, what no kernel of a step writes and what is settled
+    (``Call.settled``) may be read before it, and nothing that an earlier kernel may still read may be written."""
     if dependent:
         cute.arch.griddepcontrol_wait()
 

@@ -7,8 +7,9 @@ a tensor.
 
 Layout: two kinds of clusters. The first ``tail.clusters`` of a grid are those of the tail; they leave when their
 columns are on their way to all ranks. The last T mix a row each: a thread takes the fragment of 8 columns that it mixes
-straight from the mailbox. Until it comes they have read the blocks and multiplied them with each other. A row needs
-fewer threads than the tail gives its blocks; the others leave at once.
+straight from the mailbox. Until it comes they have read the blocks and multiplied them with each other, settled ones
+before the wait for the producers in a ``settled`` configuration (as ``all_reduce_attn_res.py``; not timed yet). A row
+needs fewer threads than the tail gives its blocks; the others leave at once.
 
 What it saves at one row of a TP16 rank of Kimi K3: storing the gathered row, one launch, and the loads of the row, its
 prefix and blocks behind that; bytes are the same but for the row's, 29 KB of 7 MB; hops are the same two.
@@ -92,13 +93,15 @@ def _moe_tail_attn_res(arguments: Any, names: cutlass.Constexpr, p: cutlass.Cons
 
 def bind(calls: Sequence[Call], links: Sequence[Link], *, multicast: int = 0) -> Launch:
     """The launch for the ranks of this process; ``links`` and ``multicast`` as in ``moe_tail.bind``."""
-    config = Config(**calls[0].config)
+    settled = bool(calls[0].config.get("settled"))
+    config = Config(**{name: value for name, value in calls[0].config.items() if name != "settled"})
     h = calls[0].tensors["h"]
     tail, tensors = static_of_tail(calls, links, config, NAMES, multicast=bool(multicast))
     wanted = message(tail.rows, tail.latent, tail.stripe)
     threads = mixing_threads(h.shape[1], config.cluster)
     assert threads <= tail.threads, f"{threads} threads to mix a row, blocks of {tail.threads}"
-    mix = static_of_mix(calls, links, MixConfig(config.cluster, threads), wanted, multicast=bool(multicast))
+    mixing = MixConfig(config.cluster, threads, settled=settled)
+    mix = static_of_mix(calls, links, mixing, wanted, multicast=bool(multicast))
     assert mix.width == tail.ranks * tail.stripe, f"rows of {mix.width}, {tail.ranks} times {tail.stripe} columns"
     tensors = [one | more for one, more in zip(tensors, tensors_of(calls, MIXED), strict=True)]
     columns = columns_of(tuple(tensors[0]), tail.ranks)

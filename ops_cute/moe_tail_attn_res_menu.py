@@ -7,7 +7,7 @@ from typing import Any
 from ..compiler.call import Scratch
 from ..compiler.fusions import MOE_TAIL_ADD_MIX
 from ..compiler.kernel import KernelDef, Region
-from .all_reduce_attn_res_menu import ARCH, LANES, MOST_BLOCKS, MOST_THREADS, mailbox
+from .all_reduce_attn_res_menu import ARCH, LANES, MOST_BLOCKS, MOST_THREADS, mailbox, with_settled
 from .moe_tail_menu import fitting, message, refusal, sizes, tiles
 
 ENTRY = "k3plan.ops_cute.moe_tail_attn_res:bind"
@@ -29,8 +29,9 @@ def configs(region: Region) -> list[dict[str, Any]]:
     """As ``moe_tail_menu.configs``, of those the clusters whose blocks have threads enough to mix a row. Seven blocks
     of Kimi K3's 7168 columns have no idle thread."""
     width = region.value("h").shape[1]
-    return [config for config in fitting(region, "up_weight", clusters=CLUSTERS, each=2)
-            if mixing_threads(width, config["cluster"]) <= min(MOST_THREADS, 32 * config["tiles"] * config["parts"])]
+    return with_settled([
+        config for config in fitting(region, "up_weight", clusters=CLUSTERS, each=2)
+        if mixing_threads(width, config["cluster"]) <= min(MOST_THREADS, 32 * config["tiles"] * config["parts"])])
 
 
 def _needs(region: Region) -> str | None:

@@ -50,10 +50,15 @@ def select(condition: Any, yes: Any, no: Any) -> Any:
 _STREAM = "ld.global.L1::no_allocate.L2::256B"
 
 
-def load_words(at: Any, count: int = 4, *, guard: Any = None, stream: bool = False) -> Words:
-    """``count`` (1, 2, 4) words; zeros where ``guard`` is false. ``stream``: no kernel of a step writes them."""
+# of the memory of the whole GPU as it is now: what another kernel of the step has written, before this one has waited
+_SETTLED = "ld.relaxed.gpu.global"
+
+
+def load_words(at: Any, count: int = 4, *, guard: Any = None, stream: bool = False, settled: bool = False) -> Words:
+    """``count`` (1, 2, 4) words; zeros where ``guard`` is false. ``stream``: no kernel of a step writes them.
+    ``settled``: a kernel of the step has, and this is read before the wait, past the first-level cache."""
     names = ", ".join(f"${i}" for i in range(count))
-    kind = _STREAM if stream else "ld.global"
+    kind = _SETTLED if settled else _STREAM if stream else "ld.global"
     load = f"{kind}.b32 $0, [$1];" if count == 1 else f"{kind}.v{count}.b32 {{{names}}}, [${count}];"
     if guard is None:
         found = ptx(load, [Int32] * count, [at])

@@ -177,13 +177,13 @@ def _experts() -> Iterator[KernelDef]:
     plain: dict[str, Any] = {"needs": _needs_plain, "configs": _dense_configs}
     yield _define("experts_gate_up", EXPERTS, (GATE_UP,), "gate, up", "W1 and W3", configs=_gate_up_configs, **packed,
                   **late)
-    yield _define("experts_gate_up_dense", DENSE, (GATE_UP_DENSE,), "gate, up", "W1 and W3", **plain)
+    yield _define("experts_gate_up_dense", DENSE, (GATE_UP_DENSE,), "gate, up", "W1 and W3", **plain, **late)
     for short, op in (("situ", "situ_and_mul"), ("silu", "silu_and_mul")):
         activation = f"act = {op}(gate, up)"
         yield _define(f"experts_gate_up_{short}", EXPERTS, (GATE_UP, activation), "act", "W1, W3 and their activation",
                       configs=_gate_up_configs, **packed, **late)
         yield _define(f"experts_gate_up_{short}_dense", DENSE, (GATE_UP_DENSE, activation), "act",
-                      "W1, W3 and their activation", **plain)
+                      "W1, W3 and their activation", **plain, **late)
         yield _define(f"experts_{short}", EXPERTS, (GATE_UP, activation, DOWN, COMBINE), "out",
                       "W1, W3, activation, W2 and the weighted sum", configs=_chain_configs, scratch=_chain_scratch,
                       **packed, **late)

@@ -1,4 +1,5 @@
-"""Compiles the default configuration of every CuTe DSL kernel at the shapes of a TP16 rank of Kimi K3.
+"""Compiles the default configuration of every CuTe DSL kernel at the shapes of a TP16 rank of Kimi K3, and beside it
+the form for blocks that are not settled and the late form, where it has them.
 
 A program of its own, so that the work spreads over processes. Writes ``{launch: {target: [registers, shared,
 spilled]}}`` as JSON to the path in its first argument, an error's text in place of the numbers. The second argument is
@@ -11,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -70,18 +71,32 @@ def targets_of(kernel: KernelDef) -> list[str]:
     return [target for target in TARGETS if not kernel.arch or target[:-1] in kernel.arch]
 
 
+def forms_of(region: Region) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The end of a form's name and what ``bind_region`` is told for it."""
+    configs = list(region.kernel.configs(region)) if region.kernel.configs else [{}]
+    yield "", {"config": configs[0]}
+    if configs[0].get("settled"):
+        yield "-fresh", {"config": configs[0], "settled": ()}
+    for config in [config for config in configs if region.kernel.late(config)][:1]:
+        yield "-late", {"config": config}
+
+
 def compile_one(task: tuple[int, str, dict[str, list[int]]]) -> list[Line]:
-    """All targets of one region; ``known`` usage by key is taken over."""
+    """All forms and targets of one region; ``known`` usage by key is taken over."""
+    index, wanted, known = task
+    name, region = chosen(wanted)[index]
+    return [line for suffix, form in forms_of(region) for line in _compile(name + suffix, region, form, known)]
+
+
+def _compile(name: str, region: Region, form: dict[str, Any], known: dict[str, list[int]]) -> list[Line]:
     from k3plan.compiler.launches import kernels_of
     from k3plan.graphs.bench import random_inputs
     from k3plan.graphs.launch import bind_region
     from k3plan.ops_cute.compile_check import compile_launch
     from k3plan.ops_cute.launching import content_key
 
-    index, wanted, known = task
-    name, region = chosen(wanted)[index]
     try:
-        launch = bind_region(region, random_inputs(region, "meta"), dependent_launch=True)
+        launch = bind_region(region, random_inputs(region, "meta"), dependent_launch=True, **form)
         single = list(kernels_of(launch))
     except Exception as error:
         return [(name, target, _text(error), "") for target in targets_of(region.kernel)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -128,9 +128,12 @@ def make_inputs(region: Region, setting: kernel_check.Setting, seed: int, device
 
 
 def make_group(region: Region, setting: kernel_check.Setting, device: str, *, ranks: int | None = None, limit: int = 0,
-               config: Mapping[str, Any] | None = None, dependent: bool = False) -> Group:
-    """Storage and calls for ``ranks`` (of all; 1 for loopback), inputs of seed 0."""
+               config: Mapping[str, Any] | None = None, dependent: bool = False,
+               settled: Collection[str] | None = None) -> Group:
+    """Storage and calls for ``ranks`` (of all; 1 for loopback), inputs of seed 0. ``settled`` are values; of None those
+    that the pattern takes by ``...``."""
     config = default_config(region) if config is None else config
+    arguments = arguments_of(region)
     tensors = make_inputs(region, setting, 0, device)[: ranks or setting.tp]
     values = region.graph.values
     for own in tensors:
@@ -139,7 +142,8 @@ def make_group(region: Region, setting: kernel_check.Setting, device: str, *, ra
     calls = []
     for own in tensors:
         scratch = {n: allocate(w, device) for n, w in scratch_of(region, config).items()}
-        call = make_call(arguments_of(region), own, scratch=scratch, config=config, dependent_launch=dependent)
+        call = make_call(arguments, own, scratch=scratch, config=config, dependent_launch=dependent,
+                         settled=arguments.rest if settled is None else settled)
         calls.append(replace(call, wait_limit=limit, number=7))
     return Group(region, setting, device, tensors, calls)
 
@@ -225,9 +229,9 @@ def compare(group: Group, fresh: Sequence[Mapping[str, Tensor]], where: str) -> 
 
 def check(region: Region, setting: kernel_check.Setting, bind: Callable[[Group], Callable[[], None]], *,
           ranks: int | None = None, seeds: int = 3, device: str = "cuda", config: Mapping[str, Any] | None = None,
-          dependent: bool = False) -> None:
+          dependent: bool = False, settled: Collection[str] | None = None) -> None:
     """Launches with fresh inputs and poisoned outputs, each compared."""
-    group = make_group(region, setting, device, ranks=ranks, config=config, dependent=dependent)
+    group = make_group(region, setting, device, ranks=ranks, config=config, dependent=dependent, settled=settled)
     launch = bind(group)
     for seed in range(seeds):
         fresh = make_inputs(region, setting, seed, device)

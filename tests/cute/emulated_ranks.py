@@ -18,10 +18,6 @@ import torch
 from k3plan.compiler.call import Call
 
 
-def fma(a: Any, b: Any, c: Any) -> Any:
-    return emulator.Float32((a.a.astype(np.float64) * b.a + c.a).astype(np.float32))
-
-
 def hold_back(words: Sequence[Any], epoch: Any, epochs: Any) -> list[Any]:
     assert (epoch.a[emulator._now[-1].active] >= 0).all()
     return list(words)
@@ -92,31 +88,20 @@ def _times(words: Sequence[Any], factors: Sequence[Any]) -> list[Any]:
     return emulator.pack([emulator.Float32(a.a * b.a) for a, b in pairs])
 
 
-MAILBOX = (fma, hold_back, load_number, store_number, encode, send_words, look_at, wait_for, wait_bounded, store_report)
-
-
-def _expect(barrier: Any, count: Any) -> None:
-    grid = emulator._now[-1]
-    np.add.at(grid.expected, grid.block[grid.active], emulator.Int32(count).a[grid.active])
+MAILBOX = (emulator.fma, hold_back, load_number, store_number, encode, send_words, look_at, wait_for, wait_bounded,
+           store_report)
 
 
 def load(module: types.ModuleType) -> types.ModuleType:
     """A kernel module, its mailbox and what it shares with its kin, as functions over the emulator's numbers."""
-    from k3plan.ops_cute import all_reduce_attn_res, launching, mailbox, moe_tail, primitives
+    from k3plan.ops_cute import all_reduce_attn_res, mailbox, moe_tail, row_mix
 
-    fakes: dict[str, Any] = emulator._stand_ins()
-    fakes["cutlass.cute"].arch.mbarrier_arrive_and_expect_tx = _expect
-    own = emulator._execute(primitives, fakes)
-    for name in emulator.OWN:
-        setattr(own, name, getattr(emulator, name))
-    named = types.SimpleNamespace(**{name: getattr(launching, name) for name in dir(launching)})
-    named.start_dependents = named.await_producers = lambda dependent: None
-    fakes |= {launching.__name__: named, primitives.__name__: own}
+    fakes = emulator.shared_modules()
     boxes = emulator._execute(mailbox, fakes)
     for function in MAILBOX:
         setattr(boxes, function.__name__, function)
     fakes[mailbox.__name__] = boxes
-    for each in (all_reduce_attn_res, moe_tail, module):
+    for each in (row_mix, all_reduce_attn_res, moe_tail, module):
         made = fakes[each.__name__] = emulator._execute(each, fakes)
         if hasattr(made, "_times"):
             made._times = _times
@@ -130,9 +115,19 @@ def _tensors(calls: Sequence[Call]) -> list[torch.Tensor]:
 
 
 def run(launch: Any, calls: Sequence[Call]) -> None:
-    """Executes a bound launch, or a sequence of them, of a loaded module on the tensors of ``calls``."""
+    """Executes a bound launch, or a sequence of them, of a loaded module on the tensors of ``calls``. What they do not
+    know to be settled may still be written until a thread has waited."""
     for one in getattr(launch, "launches", (launch,)):
         _run(one, calls)
+
+
+def unsettled(call: Call) -> list[torch.Tensor]:
+    """Inputs and outputs of a call that are no weights and that it does not know to be settled."""
+    named = {**call.tensors, **{f"...{i}": block for i, block in enumerate(call.rest)}}
+    return [tensor for name, tensor in named.items() if name not in call.settled and name not in WEIGHTS]
+
+
+WEIGHTS = ("score", "weight", "norm", "up_weight", "w")
 
 
 def _run(launch: Any, calls: Sequence[Call]) -> None:
@@ -142,6 +137,7 @@ def _run(launch: Any, calls: Sequence[Call]) -> None:
     emulator._now.append(grid)
     try:
         grid.take([*tensors, table])
+        grid.mark_written([tensor for call in calls for tensor in unsettled(call)])
 
         def place(number: int) -> int:
             for tensor in tensors:

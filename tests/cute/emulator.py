@@ -2,8 +2,9 @@
 
 The kernel's own source is executed with this file in place of the DSL: a value is an array with an element a thread,
 an instruction is one operation on it, and a branch on a value becomes a mask. All blocks advance together, so barriers
-have nothing to do; what is checked beside the results is that every access is aligned and inside a tensor, and that as
-many bytes were sent to a block as its barrier expects. What this cannot see is a race.
+have nothing to do; what is checked beside the results is that every access is aligned and inside a tensor, that as many
+bytes were sent to a block as each of its barriers expects, and that no thread reads, before it waits for the launches
+before, what one of them may still write. What this cannot see is a race.
 """
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ import torch
 from lane_numbers import Number, number_types
 
 SHARED_BITS = 18  # of an address in the cluster's shared memory; the block's number is above
+BARRIERS = 64  # at the beginning of a block's shared memory, 8 bytes each
 GAP = 4096  # bytes between tensors that nobody may touch
 
 
@@ -35,10 +37,13 @@ class Grid:
         assert tuple(cluster[1:]) == (1, 1), f"cluster {cluster}"
         self.cluster_first = block - self.x % cluster[0]
         self.shared = np.full((blocks, (shared + 3) // 4), np.nan, np.float32)
-        self.expected, self.received = np.zeros(blocks, int), np.zeros(blocks, int)
+        # bytes by block and barrier; barriers are numbered by their address in shared memory
+        self.expected, self.received = np.zeros((blocks, BARRIERS), int), np.zeros((blocks, BARRIERS), int)
+        self.waited = np.zeros(blocks * threads, bool)
         self.active = np.ones(blocks * threads, bool)
         self.memory = np.zeros(0, np.uint8)
         self.inside = np.zeros(0, bool)
+        self.written = np.zeros(0, bool)
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Copies the storages of ``tensors``; their addresses here."""
@@ -53,11 +58,18 @@ class Grid:
                 at += size
         self.memory = np.concatenate(pieces)
         self.inside = np.zeros(self.memory.size, bool)
+        self.written = np.zeros(self.memory.size, bool)
         self.starts = starts
         for tensor in tensors:
             start = starts[tensor.untyped_storage().data_ptr()]
             self.inside[start : start + tensor.untyped_storage().nbytes()] = True
         return [starts[t.untyped_storage().data_ptr()] + t.storage_offset() * t.element_size() for t in tensors]
+
+    def mark_written(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Storages of ``tensors`` may still be written by an earlier launch until a thread has waited."""
+        for tensor in tensors:
+            start = self.starts[tensor.untyped_storage().data_ptr()]
+            self.written[start : start + tensor.untyped_storage().nbytes()] = True
 
     def give(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copies the storages back."""
@@ -81,6 +93,10 @@ class Pointer:
 
     def toint(self) -> Number:
         return self.at
+
+    def __add__(self, elements: int) -> Pointer:
+        """Of barriers only, 8 bytes each."""
+        return Pointer(self.at + 8 * elements)
 
 
 @contextmanager
@@ -114,10 +130,13 @@ def _places(at: Number, size: int, wanted: np.ndarray) -> np.ndarray:
     assert ((start >= 0) & (start + size <= grid.memory.size)).all(), "an address outside memory"
     places = start[:, None] + np.arange(size)
     assert grid.inside[places].all(), f"an access of {size} bytes outside every tensor"
+    early = grid.written[places] & ~grid.waited[wanted][:, None]
+    assert not early.any(), "before the wait, an access to what an earlier launch may still write"
     return places
 
 
-def load_words(at: Any, count: int = 4, *, guard: Any = None, stream: bool = False) -> list[Any]:
+def load_words(at: Any, count: int = 4, *, guard: Any = None, stream: bool = False,
+               settled: bool = False) -> list[Any]:
     wanted, grid = _wanted(guard), _now[-1]
     found = np.zeros((count, wanted.size), np.int32)
     content = np.ascontiguousarray(grid.memory[_places(at, 4 * count, wanted)])
@@ -230,10 +249,29 @@ def send(at: Any, values: Sequence[Any], barrier: Any, *, guard: Any = None) -> 
     wanted, grid = _wanted(guard), _now[-1]
     block, start = (at.a[wanted] >> SHARED_BITS) - 1, at.a[wanted] & ((1 << SHARED_BITS) - 1)
     assert ((barrier.a[wanted] >> SHARED_BITS) - 1 == block).all(), "a barrier of another block"
+    number = _barrier(barrier)[wanted]
     assert not (start % (4 * len(values))).any(), "an unaligned send"
     grid.shared[block[:, None], start[:, None] // 4 + np.arange(len(values))] = np.stack(
         [v.a[wanted] for v in values], 1)
-    np.add.at(grid.received, block, 4 * len(values))
+    np.add.at(grid.received, (block, number), 4 * len(values))
+
+
+def _barrier(at: Any) -> np.ndarray:
+    """Numbers of barriers at these shared addresses."""
+    return (at.a & ((1 << SHARED_BITS) - 1)) // 8
+
+
+def expect(barrier: Pointer, count: Any) -> None:
+    """A barrier of the block waits for so many bytes."""
+    grid = _now[-1]
+    np.add.at(grid.expected, (grid.block[grid.active], _barrier(barrier.at)[grid.active]),
+              Int32(count).a[grid.active])
+
+
+def wait_for_producers(dependent: bool) -> None:
+    """The launches before have ended, for the threads that are here."""
+    grid = _now[-1]
+    grid.waited = grid.waited | grid.active
 
 
 # what the kernels take from the DSL
@@ -265,15 +303,14 @@ class _Arch:
     def fmin(self, a: Any, b: Any) -> Any:
         return Float32(np.fmin(a.a, b.a))
 
-    def mbarrier_arrive_and_expect_tx(self, barrier: Any, count: int) -> None:
-        grid = _now[-1]
-        np.add.at(grid.expected, grid.block[grid.active], count)
+    def mbarrier_arrive_and_expect_tx(self, barrier: Any, count: Any) -> None:
+        expect(barrier, count)
 
     def mbarrier_wait(self, barrier: Any, phase: int) -> None:
         grid = _now[-1]
-        waiting = np.unique(grid.block[grid.active])
-        assert (grid.received[waiting] == grid.expected[waiting]).all(), (
-            f"barriers expect {grid.expected[waiting]} bytes, {grid.received[waiting]} came")
+        at = grid.block[grid.active], _barrier(barrier.at)[grid.active]
+        assert (grid.received[at] == grid.expected[at]).all(), (
+            f"barriers expect {np.unique(grid.expected[at])} bytes, {np.unique(grid.received[at])} came")
 
 
 OWN = ("select", "load_words", "load_half", "store_words", "store_half", "pack", "exp2", "log", "rsqrt", "reciprocal",
@@ -305,6 +342,17 @@ def _stand_ins() -> dict[str, types.ModuleType]:
 
 def load(module: types.ModuleType) -> types.ModuleType:
     """A kernel module whose kernels are functions over ``Number``."""
+    from k3plan.ops_cute import mailbox, row_mix
+
+    fakes = shared_modules()
+    for each in (mailbox, row_mix):
+        fakes[each.__name__] = _execute(each, fakes)
+        fakes[each.__name__].fma = fma
+    return _execute(module, fakes)
+
+
+def shared_modules() -> dict[str, Any]:
+    """What stands for the DSL and for the two modules that every kernel uses."""
     from k3plan.ops_cute import launching, primitives
 
     fakes: dict[str, Any] = _stand_ins()
@@ -312,8 +360,12 @@ def load(module: types.ModuleType) -> types.ModuleType:
     for name in OWN:
         setattr(own, name, globals()[name])
     named = types.SimpleNamespace(**{name: getattr(launching, name) for name in dir(launching)})
-    named.start_dependents = named.await_producers = lambda dependent: None
-    return _execute(module, {**fakes, launching.__name__: named, primitives.__name__: own})
+    named.start_dependents, named.await_producers = lambda dependent: None, wait_for_producers
+    return {**fakes, launching.__name__: named, primitives.__name__: own}
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    return Float32((a.a.astype(np.float64) * b.a + c.a).astype(np.float32))
 
 
 def _execute(module: types.ModuleType, fakes: dict[str, Any]) -> types.ModuleType:
@@ -339,13 +391,15 @@ def _execute(module: types.ModuleType, fakes: dict[str, Any]) -> types.ModuleTyp
     return made
 
 
-def run(launch: Any) -> None:
-    """Executes a bound launch of a loaded module on its (CPU) tensors."""
+def run(launch: Any, written: Sequence[torch.Tensor] = ()) -> None:
+    """Executes a bound launch of a loaded module on its (CPU) tensors; earlier launches may still write ``written``
+    until a thread has waited for them."""
     grid = Grid(launch.grid, launch.cluster, launch.threads, launch.shared)
     tensors = {name: value for name, value in launch.arguments.items() if isinstance(value, torch.Tensor)}
     _now.append(grid)
     try:
         places = dict(zip(tensors, grid.take(list(tensors.values())), strict=True))
+        grid.mark_written(written)
         arguments = tuple(Pointer(Int64(places[name])) if name in places else Int64(value)
                           for name, value in launch.arguments.items())
         launch.kernel(arguments, tuple(launch.arguments), launch.parameters)
