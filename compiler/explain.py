@@ -34,6 +34,11 @@ def size(count: float) -> str:
     raise AssertionError
 
 
+def plural(count: int, word: str) -> str:
+    """``1 launch``, ``2 launches``."""
+    return f"{count} {word}{'' if count == 1 else 'es' if word.endswith('ch') else 's'}"
+
+
 def settings(config: Mapping[str, Any]) -> str:
     """A configuration in words: ``rows 4, block 1024, warps 8``; a switch is its name, or ``not`` and its name."""
     words = [f"{name} {value}" if not isinstance(value, bool) else name if value else f"not {name}"
@@ -57,7 +62,7 @@ def summarise(plan: LaunchPlan) -> str:
                    if plan.choice(launch).measured)
     beside = sum(launch.stream != 0 for launch in plan.launches)
     lines = [
-        f"plan {plan.key}: {spec.model.family}, {len(spec.layers)} layers, {spec.step.sequences} x "
+        f"plan {plan.key}: {spec.model.family}, {plural(len(spec.layers), 'layer')}, {spec.step.sequences} x "
         f"{spec.step.query} rows, context {spec.step.context}, {spec.gpu} tp{spec.parallel.tp}, "
         f"experts {spec.parallel.experts}, profile {spec.profile}",
         f"a rank holds {size(weights)} of weights, {size(kept)} of caches and states, "
@@ -70,8 +75,10 @@ def summarise(plan: LaunchPlan) -> str:
     if plan.alternatives:
         lines += ["", "algebra (predicted ms a step)", _alternatives(plan)]
     for title, launches in kinds(plan):
+        if not launches:
+            continue
         us = sum(plan.choice(launch).us for launch in launches)
-        lines += ["", f"{title}: {len(launches)} launches, {us:.1f} us", launch_table(plan, launches)]
+        lines += ["", f"{title}: {plural(len(launches), 'launch')}, {us:.1f} us", launch_table(plan, launches)]
     lines += ["", "fused", *(_fused(plan) or ["  nothing"])]
     return "\n".join(lines)
 
@@ -116,7 +123,7 @@ def kinds(plan: LaunchPlan) -> list[tuple[str, list[Launch]]]:
         for layer in layers:
             forms.setdefault(tuple(launch.choice for launch in by_layer[layer]), []).append(layer)
         commonest = max(forms.values(), key=len)
-        title = f"{kind}, {len(layers)} layer{'s' if len(layers) > 1 else ''} ({ranges(layers)})"
+        title = f"{kind}, {plural(len(layers), 'layer')} ({ranges(layers)})"
         if len(forms) > 1:
             title += f", {len(forms)} forms, shown as in layer {commonest[0]}"
         found.append((title, by_layer[commonest[0]]))

@@ -24,11 +24,12 @@ app.add_typer(launch_app, name="launch")
 @app.command()
 def check(plan: PlanFile, set_: Overrides = None) -> None:
     """Check a plan file: every problem at once, each with its place and its fix."""
+    from .compiler.explain import plural
     from .compiler.reading.source import load_spec
 
     spec = load_spec(plan, set_ or ())
-    typer.echo(f"{plan}: ok ({spec.model.family}, {len(spec.layers)} layers, {spec.step.rows} "
-               f"row{'s' if spec.step.rows > 1 else ''}, tp{spec.parallel.tp} on {spec.gpu})")
+    typer.echo(f"{plan}: ok ({spec.model.family}, {plural(len(spec.layers), 'layer')}, "
+               f"{plural(spec.step.rows, 'row')}, tp{spec.parallel.tp} on {spec.gpu})")
 
 
 @app.command()

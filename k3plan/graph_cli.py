@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -131,6 +132,8 @@ def report(source: Annotated[Path, typer.Argument(help="Capture, launch plan or 
     if (layer is not None or whole) and dot is None:
         raise typer.BadParameter("--layer and --whole are of --dot FILE")
     is_plan_file = source.suffix in (".yaml", ".yml")
+    if not (is_plan_file or yaml):
+        _refuse(set_ or (), source)
     compiled = compile_plan(source, set_ or ()) if is_plan_file else None
     sources = Sources.read(source, compiled, plan, yaml or (source if is_plan_file else None), set_ or (),
                            findings or ())
@@ -152,7 +155,14 @@ def _plan_and_origins(path: Path, settings: list[str]) -> tuple[LaunchPlan, dict
 
     if path.suffix in (".yaml", ".yml"):
         return compile_plan(path, settings), load_origins(path, settings)
+    _refuse(settings, path)
     return load_plan(path), {}
+
+
+def _refuse(settings: Sequence[str], path: Path) -> None:
+    """Raises BadParameter: settings for what was compiled already."""
+    if settings:
+        raise typer.BadParameter(f"{path} is no plan file: what it was compiled with stays")
 
 
 def _say(said: Said, as_json: bool) -> None:
@@ -183,6 +193,7 @@ def capture(plan: PlanOrYaml, set_: Overrides = None, rows: Rows = "", yaml: Yam
     from .graphs.debug.record import is_capture, load_capture
 
     if is_capture(plan):
+        _refuse([*(set_ or ()), *_row_settings(rows)], plan)
         _say(capture_recorded(*load_capture(plan, None), load_origins(yaml)), json_)
     compiled, origins = _plan_and_origins(plan, [*(set_ or ()), *_row_settings(rows)])
     _say(capture_bound(compiled, origins, live=live, mode=mode), json_)

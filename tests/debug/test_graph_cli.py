@@ -135,6 +135,16 @@ def test_bytes_that_are_no_text_are_no_record(tmp_path: Path) -> None:
         assert "not JSON" in str(done.exception)
 
 
+@pytest.mark.parametrize("command", ["lint", "capture", "report"])
+@pytest.mark.parametrize("what", ["capture.json", "capture.plan.json"])
+def test_what_was_compiled_takes_no_settings(tmp_path: Path, command: str, what: str) -> None:
+    save(tmp_path, GOOD)
+    for more in (["--set", "step.query=4"], [] if command == "report" else ["--rows", "8x1"]):
+        if more:
+            said = " ".join(graph(command, tmp_path / what, *more, code=2).output.replace("│", " ").split())
+            assert "is no plan file: what it was compiled with stays" in said
+
+
 def test_a_layer_is_of_the_data_flow_alone(tmp_path: Path) -> None:
     output = graph("report", save(tmp_path, GOOD), "--out", tmp_path / "r.html", "--layer", 3, code=2).output
     assert "--layer and --whole are of --dot FILE" in output
