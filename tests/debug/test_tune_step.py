@@ -89,3 +89,40 @@ def test_the_table_has_the_cheapest_line_of_each_shape(tmp_path: Path, monkeypat
     kept = found["cute.skinny_linear", IN_PROJ]
     assert kept["config"] == OTHER
     assert kept["in_step"] is True
+
+
+class LateClock(Clock):
+    """KDA takes 0.5 us more where it is late, a mix of residuals ``gain`` less where its blocks are settled."""
+
+    gain = 0.0
+
+    def __call__(self, plan: LaunchPlan) -> tuple[float, Sequence[float]]:
+        _, shares = super().__call__(plan)
+        mixes = [bool(plan.choice(x).config.get("settled") and set(x.rest) <= set(x.settled)) for x in plan.launches]
+        shares = [share - self.gain * settled for share, settled in zip(shares, mixes, strict=True)]
+        return sum(shares), shares
+
+    def share(self, choice: PlanChoice) -> float:
+        return 4.0 + 0.5 * bool(choice.config.get("late")) if "kda" in choice.kernel else super().share(choice)
+
+
+@pytest.mark.parametrize(("gain", "late"), [(0.1, False), (1.0, True)])
+def test_late_triggers_are_kept_where_the_whole_step_gains(gain: float, late: bool, tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three layers of KDA, 0.5 us more each, and the mixes behind them."""
+    spec = load_spec(ROOT / "examples/k3-h200-tp16.yaml", ("model.layers=[0, 1, 2]",))
+    shipped = [replace(x, in_step=False) for x in tuned("h200")]
+    kda = [x for x in shipped if x.kernel == "cute.kda_decode"]
+    mixes = [x for x in shipped if x.kernel.startswith("cute") and "attn_res" in x.kernel]
+    more = [replace(x, config={**x.config, "late": True}, us=x.us + 1.0) for x in kda]
+    more += [replace(x, config={**x.config, "settled": True}, us=x.us - 0.5) for x in mixes]
+    table = tmp_path / "table.json"
+    table.write_text('{"source": "", "lines": []}')
+    monkeypatch.setattr(tune_step, "StepClock", LateClock)
+    monkeypatch.setattr(LateClock, "gain", gain)
+    monkeypatch.setattr(tune_step, "source_text", lambda: "made up")
+    said: list[str] = []
+    settle_table(spec, (1, 1), kernels(), [*shipped, *more], table, said.append)
+    assert any(line.startswith("1x1, late: ") for line in said)
+    kept = [x for x in json.loads(table.read_text())["lines"] if x["kernel"] == "cute.kda_decode"]
+    assert [bool(x["config"].get("late")) for x in kept] == [late]
