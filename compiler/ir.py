@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -102,6 +102,3 @@ class Graph:
             for name in dict.fromkeys(node.inputs):
                 found[name].append(node)
         return found
-
-    def with_values(self, changed: Mapping[str, Value]) -> Graph:
-        return replace(self, values={**self.values, **changed})

@@ -6,6 +6,7 @@ size a batch takes: the smallest that holds it. Its spare rows are padding, whic
 """
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +25,10 @@ from .transport import Transport
 
 @dataclass(frozen=True)
 class Buckets:
-    """Bound plans of one model, and their graphs where they were captured; most sequences first in both.
-
-    ``notes`` say which weights are kept twice because two plans read them in different forms.
-    """
+    """Bound plans of one model, and their graphs where they were captured; most sequences first in both."""
 
     executables: tuple[Executable, ...]
-    steps: tuple[CapturedStep, ...]
-    notes: tuple[str, ...]
+    steps: tuple[CapturedStep, ...] = ()
 
     def choose(self, sequences: int) -> int:
         """Index of the smallest bucket for so many live sequences. Raises BindError: more than the largest has."""
@@ -52,13 +49,18 @@ class Buckets:
 
 def bind_buckets(plans: Sequence[LaunchPlan], source: TensorSource | RankRandom, *, device: str | torch.device = "cpu",
                  transport: Transport | str = "emulated") -> Buckets:
-    """Binds one plan for each bucket, weights once. Raises BindError (no plan, or plans that do not share states)."""
+    """Binds one plan for each bucket, weights once; warns of those that two plans read in different forms.
+
+    Raises BindError (no plan, or plans that do not share states).
+    """
     if not plans:
         raise BindError("no plan to bind\n  fix: pass the plans of k3plan.face.compile_buckets")
     bound: list[Executable] = []
     for plan in sorted(plans, key=lambda p: -p.spec.step.sequences):
         bound.append(bind(plan, source, device=device, transport=transport, shared=bound[0] if bound else None))
-    return Buckets(tuple(bound), (), tuple(kept_twice(plans)))
+    for note in kept_twice(plans):
+        warnings.warn(note, stacklevel=2)
+    return Buckets(tuple(bound))
 
 
 def kept_twice(plans: Sequence[LaunchPlan]) -> list[str]:
@@ -87,7 +89,7 @@ def capture_buckets(buckets: Buckets, **how: Any) -> Buckets:
     for executable in buckets.executables:
         clear_inputs(executable)
         steps.append(capture(executable, steps[0].graph.pool() if steps else None, **how))
-    return Buckets(buckets.executables, tuple(steps), buckets.notes)
+    return Buckets(buckets.executables, tuple(steps))
 
 
 def clear_inputs(executable: Executable) -> None:

@@ -184,7 +184,7 @@ class DecodeStep(Tree):
         state = {name: tensor.data for name, tensor in held.items() if tensor is not None}
         # what was bound before makes room first
         self._modules.pop(STORAGE)
-        self.buckets, self._parameters_kept, self._table = Buckets((), (), ()), None, Table(())
+        self.buckets, self._parameters_kept, self._table = Buckets(()), None, Table(())
         fresh = DecodeStep.from_plan(plans, state, device=next(iter(state.values())).device, capture=False)
         self._hold(fresh.buckets, fresh._parameters_kept)
         if capturing:
@@ -257,7 +257,7 @@ def _bind_in_group(plans: Sequence[LaunchPlan], source: TensorSource, group: Any
     bound: list[Executable] = []
     for plan in sorted(plans, key=lambda p: -p.spec.step.sequences):
         bound.append(bind_rank(plan, source, group, transport, shared=bound[0] if bound else None))
-    return Buckets(tuple(bound), (), ())
+    return Buckets(tuple(bound))
 
 
 def _prepare_after_load(module: DecodeStep, keys: Any) -> None:

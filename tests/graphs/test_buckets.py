@@ -137,3 +137,10 @@ def test_weights_in_another_form_are_told(plans: list[LaunchPlan]) -> None:
     (note,) = kept_twice([other, large])
     assert "bucket 1: 1 weights are kept a second time" in note
     assert name in note
+
+
+def test_weights_that_are_kept_twice_are_warned_of(plans: list[LaunchPlan], checkpoint: Checkpoint,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("k3plan.graphs.buckets.kept_twice", lambda plans: ["98 GB twice"])
+    with pytest.warns(UserWarning, match="98 GB twice"):
+        bind_buckets(plans, checkpoint)

@@ -274,7 +274,7 @@ def rewired(graph: Graph, node_name: str, change: Callable[[Node], Node]) -> Gra
 
 
 def revalued(graph: Graph, name: str, **fields: Any) -> Graph:
-    return graph.with_values({name: replace(graph.values[name], **fields)})
+    return replace(graph, values={**graph.values, name: replace(graph.values[name], **fields)})
 
 
 def swapped(graph: Graph, first: str, second: str) -> Graph:
