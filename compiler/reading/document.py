@@ -141,10 +141,13 @@ def parse_yaml(text: str, source: Source) -> tuple[Item | None, list[Problem]]:
     try:
         node = yaml.compose(text)
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        span = Span(mark.line + 1, mark.column + 1) if mark else Span()
         said = " ".join(part for part in (error.context, error.problem) if part)
-        hint = "indent with spaces" if "\\t" in said else "correct the YAML here or on the line above"
+        marks, hint = (error.problem_mark, error.context_mark), "correct the YAML here or on the line above"
+        if "<stream end>" in said:  # the end of the file shows nothing, what was left open does
+            marks, hint = marks[::-1], "close what begins here"
+        mark = marks[0] or marks[1]
+        span = Span(mark.line + 1, mark.column + 1) if mark else Span()
+        hint = "indent with spaces" if "\\t" in said else hint
         return None, [source.problem(span, f"not YAML: {said}", hint)]
     except YAMLError as error:
         said = str(error).splitlines()[0]
