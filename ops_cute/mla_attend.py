@@ -1,9 +1,9 @@
 """Attention of a decode step over the paged latent cache of multi-head latent attention, in one launch.
 
 Contract: as ``ops_triton/mla_decode.py``. ``query`` bf16 [T, H, R + r] contiguous, T = S sequences x L rows; ``cache``
-bf16 [pages + 1, page, R + r]; ``page_table`` i32 [S, pages of the planned context]; ``positions`` i32 [T], -1 is
-padding. Result ``mixed`` bf16 [T, H, R]. A row sees the entries up to its own position, so rows of one sequence are
-causal among themselves. Entries past the last position are never read; padding rows give exact zeros. R and r are
+bf16 or fp8_e4m3 [pages + 1, page, R + r]; ``page_table`` i32 [S, pages of the planned context]; ``positions`` i32 [T],
+-1 is padding. Result ``mixed`` bf16 [T, H, R]. A row sees the entries up to its own position, so rows of one sequence
+are causal among themselves. Entries past the last position are never read; padding rows give exact zeros. R and r are
 multiples of 16. The L x H query rows of a sequence go in tiles of up to 48, each of which reads the entries.
 
 Layout: at most one block on each multiprocessor. A block has one tile of query rows and a contiguous part of one
@@ -12,18 +12,19 @@ sequence's planned context: the multiprocessors over sequences and row tiles, ne
   a row takes an odd number of 16 bytes, so that reading 8 rows side by side has no bank conflict. A part that fits is
   there as a whole; longer ones stream through a ring of tiles. Rows of the last tile that no position reaches get its
   first entry again, so that nothing that is no number is multiplied by the weight 0;
-* scores: entries are the 16 rows of the matrix instruction, 8 query rows its columns. 8 warps share 4 tiles of 16
-  entries and halves of the columns, or 2 tiles and quarters; the query lies in shared memory;
+* entries of fp8 become bf16, exactly, in one of two tiles beside the ring, before the wait where the part is one tile;
+* scores: entries are the 16 rows of the matrix instruction, 8 query rows its columns. 8 warps share 64 entries and
+  quarters of the columns, or 32 entries; operands of the query, which lies in shared memory, serve two tiles of 16;
 * softmax: 8 lanes have a query row; the sums over the warps' columns are formed here. Rows go side by side;
 * mix: a warp has R / 8 latent columns. Entries are read transposed (``ldmatrix.trans``), so columns are the tall
   operand and the tile is the same that the scores read;
 * parts meet inside the launch (``mla_attend_merge.py``), in one hop through L2 that all blocks take part in.
-Two barriers of the warps that multiply stand around the softmax of a tile, nothing else.
+Two barriers of the warps that multiply stand around the softmax of a tile, one more behind the conversion of fp8.
 
 Why one hop and no clusters: at one row a block leaves 6 KB of mixes and reads as much. Distributed shared memory would
 add a hop and a barrier, for bytes that take 0.2 us; and blocks that wait for each other must all be resident, which
 clusters of 8 are on 128 multiprocessors or on fewer, as a chip's defects have it. The last block of a sequence alone
-would add up 1 MB.
+would add up 0.8 MB.
 
 Waits: entries before the first position of this step were written by earlier steps, which are complete; they are on
 their way before the wait, as many as there are slots. Positions and the page table are step inputs. The query, the
@@ -35,12 +36,12 @@ Numerics: fp32 sums and softmax in base 2, weights rounded to bf16 for the produ
 ``partial``), one rounding of the result. ``kv_scale`` multiplies the scores and the result. Equal inputs give equal
 bits: no order of addition depends on time.
 
-Arithmetic for a TP16 rank of Kimi K3, context 8192: 9.4 MB a sequence, floor on an H200 (2.35 us + bytes / 4.44 TB/s)
-4.5 us at one sequence whatever its rows, 19.4 at 8, 138 at 64. One sequence: 128 blocks of 64 entries, 74 KB, all of
-them under way before the wait. Flops 0.14 G a sequence at one row, 0.86 at 8 verify rows: 1.7 us at half of the matrix
-units' rate. Between blocks 0.8 MB at one row of a sequence; 6.3 at 8 verify rows, written, read and zeroed. Reading
-operands from shared memory: 8 rows of the query for each 16 entries, 0.22 MB a block at 48 query rows and 64 entries,
-1,700 cycles; if that shows, two tiles of entries a warp halve it.
+Arithmetic for a TP16 rank of Kimi K3, context 8192: 9.4 MB a sequence in bf16, 4.7 in fp8; floor on an H200 (2.35 us +
+bytes / 4.44 TB/s) 4.5 or 3.4 us at one sequence whatever its rows, 19.4 or 10.9 at 8, 138 or 70 at 64. One sequence:
+128 blocks of 64 entries, 74 KB, all of them under way before the wait. Flops 0.14 G a sequence at one row, 0.86 at 8
+verify rows: 1.7 us at half of the matrix units' rate. Between blocks 0.8 MB at one row of a sequence; 6.3 at 8 verify
+rows, written, read and zeroed. Shared memory, 128 bytes a cycle, 64 entries: 1,100 cycles for entries twice; at 48
+query rows 900 more for the query and 800 for scores on their way between warps.
 It compiles for sm_90a, sm_100a and sm_103a and was compared on the emulator. **It has never run on a GPU.**
 """
 from __future__ import annotations
@@ -108,41 +109,53 @@ def load_matrices_transposed(at: Any) -> Words:
     return list(ptx("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", [Int32] * 4, [at]))
 
 
+def widen(word: Any) -> Words:
+    """The four e4m3 of a word as two words of bf16, which is exact."""
+    return list(ptx(
+        "{ .reg .b16 l, h, a, b, c, d; .reg .b32 x, y; .reg .f32 e, f, g, i; mov.b32 {l, h}, $2; "
+        "cvt.rn.f16x2.e4m3x2 x, l; cvt.rn.f16x2.e4m3x2 y, h; mov.b32 {a, b}, x; mov.b32 {c, d}, y; "
+        "cvt.f32.f16 e, a; cvt.f32.f16 f, b; cvt.f32.f16 g, c; cvt.f32.f16 i, d; "
+        "cvt.rn.bf16x2.f32 $0, f, e; cvt.rn.bf16x2.f32 $1, i, g; }", [Int32] * 2, [word], pure=True))
+
+
 # the copier
 
 
 def _sources(at: Any, sequence: Any, start: Any, live: Any, number: Any, low: Any, high: Any, lane: Any,
-             p: Static) -> list[tuple[Any, Any]]:
-    """Of this lane's rows of tile ``number``: where its entry lies, and whether its position is in [low, high). Rows
-    past the part's last live entry have the tile's first one again, so that no row holds what is no number."""
-    found = []
+             p: Static) -> tuple[list[Any], list[Any]]:
+    """Of this lane's rows of tile ``number``: where their entries lie, and whether their positions are in [low, high).
+    Rows past the part's last live entry have the tile's first one again, so that no row holds what is no number; past
+    the last tile there is nothing."""
+    places, guards = [], []
     for begin in range(0, p.tile, WARP):
         row = number * p.tile + begin + lane
         position = start + select(row < live, row, number * p.tile)
-        wanted = (position >= low) & (position < high)
+        wanted = (position >= low) & (position < high) & (number * p.tile < live)
         if begin + WARP > p.tile:
             wanted = wanted & (lane < p.tile - begin)
         guard = mark(wanted)
         table = at.page_table.toint() + Int64(sequence * p.pages + position // p.page) * 4
         page = cutlass.max(load_words(table, 1, guard=guard)[0], Int32(0))
         entry = Int64(page) * p.page + Int64(position % p.page)
-        found.append((at.cache.toint() + entry * (2 * p.width), guard))
-    return found
+        places.append(at.cache.toint() + entry * p.row_bytes)
+        guards.append(guard)
+    return places, guards
 
 
-def _copy(sources: list[tuple[Any, Any]], number: Any, lane: Any, shared: Any, policy: Any, where: Any,
+def _copy(sources: tuple[list[Any], list[Any]], number: Any, lane: Any, shared: Any, policy: Any, where: Any,
           p: Static) -> None:
     slot = number % p.slots
-    to = shared + where["ring"] + slot * p.slot_bytes + lane * p.pitch
-    for i, (source, guard) in enumerate(sources):
-        copy_bulk(to + i * WARP * p.pitch, source, Int32(2 * p.width), shared + where["full"] + slot * 8, policy, guard)
+    to = shared + where["ring"] + slot * p.slot_bytes + lane * p.slot_pitch
+    for i, (source, guard) in enumerate(zip(*sources, strict=True)):
+        copy_bulk(to + i * WARP * p.slot_pitch, source, Int32(p.row_bytes), shared + where["full"] + slot * 8, policy,
+                  guard)
 
 
 @cute.jit
 def _announce(number: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
     """The copies of tile ``number`` may begin."""
     if lane == 0:
-        expect_bytes(shared + where["full"] + number % p.slots * 8, Int32(2 * p.width * p.tile))
+        expect_bytes(shared + where["full"] + number % p.slots * 8, Int32(p.row_bytes * p.tile))
     cute.arch.sync_warp()
 
 
@@ -171,13 +184,15 @@ def _copy_late(at: Any, sequence: Any, start: Any, live: Any, oldest: Any, tiles
 @cute.jit
 def _copy_rest(at: Any, sequence: Any, start: Any, live: Any, tiles: Any, lane: Any, shared: Any,
                where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """The other tiles, as slots become free."""
+    """The other tiles, as slots become free. The next one's pages are looked up while one is handed over."""
     policy = stream_policy()
+    places, guards = _sources(at, sequence, start, live, Int32(p.slots), Int32(0), Int32(FAR), lane, p)
     for number in cutlass.range(p.slots, tiles, 1, unroll=1):
-        sources = _sources(at, sequence, start, live, number, Int32(0), Int32(FAR), lane, p)
+        following = _sources(at, sequence, start, live, number + 1, Int32(0), Int32(FAR), lane, p)
         await_phase(shared + where["empty"] + number % p.slots * 8, ((number // p.slots) & 1) ^ 1)
         _announce(number, lane, shared, where, p)
-        _copy(sources, number, lane, shared, policy, where, p)
+        _copy((places, guards), number, lane, shared, policy, where, p)
+        places, guards = following
 
 
 @cute.jit
@@ -193,6 +208,30 @@ def _clear(at: Any, other: Any, block: Any, lane: Any, p: cutlass.Constexpr):
 
 
 # the products
+
+
+def _convert(slot: Any, to: Any, thread: Any, p: Static) -> None:
+    """A slot's entries as bf16, 8 values of a thread at a time."""
+    across, count = p.width // 8, p.tile * (p.width // 8)
+    begins = range(0, count, 32 * p.warps)
+    for first in range(0, len(begins), AT_ONCE // 2):
+        some = [begin + thread for begin in begins[first : first + AT_ONCE // 2]]
+        whole = begins[first : first + AT_ONCE // 2][-1] + 32 * p.warps <= count
+        pieces = some if whole else [cutlass.min(piece, Int32(count - 1)) for piece in some]
+        pairs = [load_shared(slot + piece * 8, 2) for piece in pieces]
+        for piece, pair in zip(pieces, pairs, strict=True):
+            words = [half for word in pair for half in widen(word.bitcast(Int32))]
+            store_shared(to + piece // across * p.pitch + piece % across * FRAGMENT,
+                         [word.bitcast(Float32) for word in words])
+
+
+@cute.jit
+def _convert_only_tile(now: Any, thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """Of a part that is one tile, if it is to be done ``now``: its entries as bf16, when they are there."""
+    if cutlass.const_expr(p.converts and p.tiles == 1):  # noqa: SIM102 - the second one is a branch of the kernel
+        if now:
+            await_phase(shared + where["full"], Int32(0))
+            _convert(shared + where["ring"], shared + where["converted"], thread, p)
 
 
 def _stage_query(source: Any, real: Any, thread: Any, shared: Any, where: Any, p: Static) -> None:
@@ -211,29 +250,31 @@ def _stage_query(source: Any, real: Any, thread: Any, shared: Any, where: Any, p
 
 
 def _multiply_scores(tile: Any, warp: Any, lane: Any, shared: Any, where: Any, p: Static) -> None:
-    """This warp's columns of 16 entries times all query rows, into its place in shared memory."""
-    entries, part = warp % p.entry_tiles, warp // p.entry_tiles
-    chains = max(1, 4 // p.groups)
-    sums = [[[Float32(0.0)] * 4 for _ in range(p.groups)] for _ in range(chains)]
+    """This warp's columns of a stack of 16 entries each times all query rows, into their place in shared memory."""
+    first, part = warp % p.stacks * (STEP * p.stack), warp // p.stacks
+    chains = max(1, 4 // (p.groups * p.stack))
+    sums = [[[Float32(0.0)] * 4 for _ in range(p.groups * p.stack)] for _ in range(chains)]
     column = part * (2 * STEP * p.own_steps)
-    a_at = tile + (entries * STEP + (lane & 15)) * p.pitch + (lane >> 4) * FRAGMENT + column
+    a_at = tile + (first + (lane & 15)) * p.pitch + (lane >> 4) * FRAGMENT + column
     b_at = shared + where["query"] + (lane & 7) * p.pitch + (lane >> 3) * FRAGMENT + column
     for pair in range(per(p.own_steps, 2)):
         here = min(2, p.own_steps - 2 * pair)
-        a = [load_matrices(a_at + 2 * STEP * (2 * pair + i)) for i in range(here)]
+        a = [[load_matrices(a_at + j * STEP * p.pitch + 2 * STEP * (2 * pair + i)) for i in range(here)]
+             for j in range(p.stack)]
         for group in range(p.groups):
             b = load_matrices(b_at + group * TILE_ROWS * p.pitch + 4 * STEP * pair, 2 * here)
             for i in range(here):
                 chain = sums[(2 * pair + i) % chains]
-                chain[group] = mma(a[i], b[2 * i : 2 * i + 2], chain[group])
+                for j in range(p.stack):
+                    at = group * p.stack + j
+                    chain[at] = mma(a[j][i], b[2 * i : 2 * i + 2], chain[at])
     r, q = lane >> 2, lane & 3
-    to = shared + where["scores"] + ((part * p.rows + 2 * q) * p.score_pitch + entries * STEP + r) * 4
-    for group in range(p.groups):
+    to = shared + where["scores"] + ((part * p.rows + 2 * q) * p.score_pitch + first + r) * 4
+    for at in range(p.groups * p.stack):
+        group, j = divmod(at, p.stack)
         for v in range(4):
-            value = sums[0][group][v]
-            for chain in sums[1:]:
-                value = value + chain[group][v]
-            store_shared(to + ((group * TILE_ROWS + v % 2) * p.score_pitch + v // 2 * 8) * 4, [value])
+            place = to + ((group * TILE_ROWS + v % 2) * p.score_pitch + STEP * j + v // 2 * 8) * 4
+            store_shared(place, [fold(add, [chain[at][v] for chain in sums])])
 
 
 def _own_row(i: int, warp: Any, lane: Any, p: Static) -> Any:
@@ -306,38 +347,63 @@ def _multiply_mix(mix: Any, tile: Any, warp: Any, lane: Any, shared: Any, where:
 
 
 @cute.jit
-def _take_tile(mix: Any, best: Any, total: Any, limits: Any, number: Any, start: Any, warp: Any, lane: Any,
-               shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """One tile added to this warp's columns of the mix and rows of the softmax."""
+def _find_tile(number: Any, thread: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """Where tile ``number`` lies in bf16, once it is there."""
     slot = number % p.slots
     tile = shared + where["ring"] + slot * p.slot_bytes
-    await_phase(shared + where["full"] + slot * 8, (number // p.slots) & 1)
-    if warp < p.parts * p.entry_tiles:
+    if cutlass.const_expr(p.converts and p.tiles == 1):
+        tile = shared + where["converted"]
+    else:
+        await_phase(shared + where["full"] + slot * 8, (number // p.slots) & 1)
+    if cutlass.const_expr(p.converts and p.tiles > 1):
+        # all warps have done with the tile before the last one, which lay there
+        to = shared + where["converted"] + (number & 1) * p.tile_bytes
+        _convert(tile, to, thread, p)
+        _free(slot, lane, shared, where, p)
+        tile = to
+        cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=32 * p.warps)
+    return tile
+
+
+@cute.jit
+def _free(slot: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """This warp has read the slot."""
+    if cutlass.const_expr(p.tiles > p.slots):
+        cute.arch.sync_warp()
+        if lane == 0:
+            arrive(shared + where["empty"] + slot * 8)
+
+
+@cute.jit
+def _take_tile(mix: Any, best: Any, total: Any, limits: Any, number: Any, start: Any, thread: Any, warp: Any,
+               lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """One tile added to this warp's columns of the mix and rows of the softmax."""
+    tile = _find_tile(number, thread, lane, shared, where, p)
+    if warp < p.parts * p.stacks:
         _multiply_scores(tile, warp, lane, shared, where, p)
     cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=32 * p.warps)
     best, total = _weigh(best, total, limits, start + number * p.tile, warp, lane, shared, where, p)
     cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=32 * p.warps)
     mix = _multiply_mix(mix, tile, warp, lane, shared, where, p)
-    if cutlass.const_expr(p.tiles > p.slots):
-        cute.arch.sync_warp()
-        if lane == 0:
-            arrive(shared + where["empty"] + slot * 8)
+    if cutlass.const_expr(not p.converts):
+        _free(number % p.slots, lane, shared, where, p)
     return mix, best, total
 
 
 @cute.jit
-def _attend(at: Any, limits: Any, place: Any, query: Any, start: Any, tiles: Any, real: Any, thread: Any, warp: Any,
-            lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+def _attend(at: Any, limits: Any, place: Any, query: Any, start: Any, tiles: Any, early: Any, real: Any, thread: Any,
+            warp: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
     """The warps that multiply: this block's part of the context for all its query rows."""
     _stage_query(query, real, thread, shared, where, p)
+    _convert_only_tile(early == 0, thread, shared, where, p)
     cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=32 * p.warps)
     mix = [Float32(0.0)] * (4 * p.groups * p.column_tiles)
     best, total = [Float32(NONE)] * p.own_rows, [Float32(0.0)] * p.own_rows
     if cutlass.const_expr(p.tiles == 1):
-        mix, best, total = _take_tile(mix, best, total, limits, Int32(0), start, warp, lane, shared, where, p)
+        mix, best, total = _take_tile(mix, best, total, limits, Int32(0), start, thread, warp, lane, shared, where, p)
     else:
         for number in cutlass.range(tiles, unroll=1):
-            mix, best, total = _take_tile(mix, best, total, limits, number, start, warp, lane, shared, where, p)
+            mix, best, total = _take_tile(mix, best, total, limits, number, start, thread, warp, lane, shared, where, p)
     publish_part(at, place, mix, best, total, real, shared, where, p)
 
 
@@ -379,7 +445,7 @@ def _start(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Conste
 def _mla_attend(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
     start_dependents(p.dependent)
     at = named(names, arguments)
-    where = p.place(p.slots)
+    where = p.place(p.slots, p.tiles)
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
@@ -396,6 +462,8 @@ def _mla_attend(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
     cute.arch.sync_threads()
     if warp == p.warps:
         _copy_early(at, sequence, start, live, oldest, tiles, lane, shared, where, p)
+    early = mark((live > 0) & (start + live <= oldest))
+    _convert_only_tile((warp < p.warps) & (early == 1), thread, shared, where, p)
     await_producers(p.dependent)
     epochs = at.epochs.toint() + Int64(block) * 4
     epoch = load_words(epochs, 1)[0]
@@ -419,7 +487,7 @@ def _mla_attend(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
         if live > 0:
             place = Int64(mine * MOST_BLOCKS + block)
             query = at.query.toint() + rows * (2 * p.width)
-            _attend(at, limits, place, query, start, tiles, real, thread, warp, lane, shared, where, p)
+            _attend(at, limits, place, query, start, tiles, early, real, thread, warp, lane, shared, where, p)
         parts = (last + p.chunk) // p.chunk
         first_part = Int64(mine * MOST_BLOCKS + job * p.splits)
         merge_parts(at, at.mixed.toint() + rows * (2 * p.latent), first_part, split, parts, real, p)
@@ -435,12 +503,14 @@ def bind(call: Call) -> Launch:
         assert tensor.is_contiguous(), f"{name} is strided: {tensor.shape} {tensor.stride()}"
         aligned = tensor.is_meta or tensor.dtype == torch.int32 or tensor.data_ptr() % FRAGMENT == 0
         assert aligned, f"{name} begins at {tensor.data_ptr():#x}"
-    assert {query.dtype, cache.dtype, tensors["mixed"].dtype} == {torch.bfloat16}, f"{query.dtype}, {cache.dtype}"
+    assert query.dtype == tensors["mixed"].dtype == torch.bfloat16, f"query {query.dtype}, {tensors['mixed'].dtype}"
+    assert cache.dtype in (torch.bfloat16, torch.float8_e4m3fn), f"cache {cache.dtype}"
     assert query.shape[0] == table.shape[0] * attrs["query"], f"{query.shape[0]} rows, page table {table.shape}"
     assert cache.shape[2] == query.shape[2], f"cache {cache.shape}, query {query.shape}"
     p = Static(
         sequences=table.shape[0], query=attrs["query"], heads=query.shape[1], latent=attrs["latent"],
-        rest=query.shape[2] - attrs["latent"], page=cache.shape[1], pages=table.shape[1], tile=config.tile,
+        rest=query.shape[2] - attrs["latent"], page=cache.shape[1], pages=table.shape[1],
+        entry_bytes=cache.element_size(), tile=config.tile,
         most_slots=config.slots, warps=config.warps, wide=config.partial == "fp32",
         blocks=multiprocessors(query.device), scale=attrs["scale"] * attrs["kv_scale"] * LOG2_E,
         kv_scale=attrs["kv_scale"], dependent=call.dependent_launch)
@@ -451,4 +521,4 @@ def bind(call: Call) -> Launch:
     assert mixes.shape == (PARITIES, MOST_BLOCKS, 4 * p.fragments), f"workspace {mixes.shape}, {p.fragments} fragments"
     arguments = {**tensors, "mixes": mixes, "sums": sums, "epochs": call.scratch["epochs"]}
     return KernelLaunch(_mla_attend, (blocks, 1, 1), p.threads, arguments, p,
-                        shared=p.place(p.slots)["end"], dependent=p.dependent)
+                        shared=p.place(p.slots, p.tiles)["end"], dependent=p.dependent)

@@ -22,8 +22,9 @@ def shape_of(region: Region, config: Mapping[str, Any]) -> Shape:
     (_, heads, width), (sequences, pages) = region.value("query").shape, region.value("page_table").shape
     return Shape(
         sequences=sequences, query=attrs["query"], heads=heads, latent=attrs["latent"], rest=width - attrs["latent"],
-        page=region.value("cache").shape[1], pages=pages, tile=one.tile, most_slots=one.slots, warps=one.warps,
-        wide=one.partial == "fp32")
+        page=region.value("cache").shape[1], pages=pages,
+        entry_bytes=1 if region.value("cache").dtype == "fp8_e4m3" else 2, tile=one.tile, most_slots=one.slots,
+        warps=one.warps, wide=one.partial == "fp32")
 
 
 def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
@@ -35,13 +36,14 @@ def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
             "epochs": Scratch((MOST_BLOCKS,), "i32", zeroed=True, kept=True)}
 
 
-def _fits(region: Region, config: dict[str, Any]) -> bool:
-    """Whether the warps share columns and entries evenly, the sums fit registers and the slots shared memory."""
+def _fits(region: Region, config: dict[str, Any], chunk: int) -> bool:
+    """Whether the warps share columns and entries evenly, the sums fit registers, and shared memory the slots of a part
+    of ``chunk`` entries."""
     shape = shape_of(region, config)
     if shape.latent % (STEP * shape.warps) or shape.entry_tiles > shape.warps:
         return False
     held = shape.sums <= (MOST_OF_16 if shape.warps == 16 else MOST_SUMS)
-    return held and shape.place(shape.most_slots)["end"] <= LIMIT
+    return held and shape.place(shape.most_slots, per(chunk, shape.tile))["end"] <= LIMIT
 
 
 def _tilings(chunk: int) -> Iterator[tuple[int, int]]:
@@ -49,7 +51,7 @@ def _tilings(chunk: int) -> Iterator[tuple[int, int]]:
     for tile in (64, 32):
         if chunk <= 2 * tile:
             yield tile, per(chunk, tile)
-    for tile, slots in ((32, 5), (64, 2), (32, 4), (32, 3), (32, 2)):
+    for tile, slots in ((32, 6), (32, 5), (64, 2), (32, 4), (32, 3), (32, 2)):
         if slots * tile < chunk:
             yield tile, slots
     for slots in (per(chunk, 16), 4, 2):
@@ -60,11 +62,11 @@ def configs(region: Region) -> list[dict[str, Any]]:
     """Candidates, the guess first. 8 warps have the registers for long chains, 16 hide more latency; mixes travel as
     bf16, half the bytes, or as fp32."""
     shape = shape_of(region, vars(Config()))
-    chunk = per(shape.context, max(1, FEWEST_BLOCKS // shape.jobs))
+    chunk = 8 * per(per(shape.context, max(1, FEWEST_BLOCKS // shape.jobs)), 8)
     found = []
     for warps in (8, 16, 4, 2, 1):
         fitting = [{"tile": tile, "slots": slots, "warps": warps, "partial": "bf16"} for tile, slots in _tilings(chunk)]
-        found += [config for config in fitting if _fits(region, config)][:2]
+        found += [config for config in fitting if _fits(region, config, chunk)][:2]
     found = found[:4]
     return found + [config | {"partial": "fp32"} for config in found[:1]]
 
@@ -76,8 +78,8 @@ def needs(region: Region) -> str | None:
     rest = query.shape[2] - latent
     if query.dtype != "bf16":
         return f"query is {query.dtype}, the kernel reads bf16"
-    if cache.dtype != "bf16":
-        return f"the cache is {cache.dtype}, the kernel multiplies entries as they lie there, in bf16"
+    if cache.dtype not in ("bf16", "fp8_e4m3"):
+        return f"the cache is {cache.dtype}, not bf16 or fp8_e4m3"
     if latent % STEP or rest % STEP or rest < STEP:
         return f"entries of {latent} and {rest} values are not multiples of {STEP}"
     shape = shape_of(region, vars(Config()))

@@ -15,6 +15,7 @@ WARP_ROWS = 32 // ROW_LANES
 MOST_ROWS = 48  # query rows (row of the step times head) of one block
 MOST_BLOCKS = 160  # multiprocessors of the largest GPU that the workspace is for
 PARITIES = 2
+MOST_PARTS = 16  # of a context, whose fragments a lane holds at once
 SPLIT_LANES = 16  # most parts of a context that the lanes of a warp read side by side
 
 
@@ -49,6 +50,7 @@ class Shape:
     rest: int  # key columns beside the latent
     page: int
     pages: int
+    entry_bytes: int  # of a value of the cache: 2 is bf16, 1 is fp8_e4m3
     tile: int
     most_slots: int
     warps: int
@@ -99,9 +101,24 @@ class Shape:
         return self.tile // STEP
 
     @property
+    def stack(self) -> int:
+        """Tiles of 16 entries that a warp multiplies with the same operands of the query: two where no warp has more
+        to do then."""
+        able = [n for n in (1, 2) if self.entry_tiles % n == 0]
+        return min(able, key=lambda n: (n * self.steps // self._parts(n), -n))
+
+    @property
+    def stacks(self) -> int:
+        return self.entry_tiles // self.stack
+
+    @property
     def parts(self) -> int:
-        """Warps that share the columns of 16 entries' scores."""
-        return max(n for n in range(1, self.warps // self.entry_tiles + 1) if self.steps % n == 0)
+        """Warps that share the columns of a stack's scores."""
+        return self._parts(self.stack)
+
+    def _parts(self, stack: int) -> int:
+        most = self.warps * stack // self.entry_tiles
+        return max(n for n in range(1, most + 1) if self.steps % n == 0)
 
     @property
     def own_steps(self) -> int:
@@ -175,13 +192,34 @@ class Shape:
         return self.tile + 4
 
     @property
+    def converts(self) -> bool:
+        """Whether entries become bf16 on their way."""
+        return self.entry_bytes == 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Of an entry in the cache."""
+        return self.entry_bytes * self.width
+
+    @property
+    def slot_pitch(self) -> int:
+        """Bytes between entries of a slot. Those that become bf16 are read from end to end."""
+        return self.row_bytes if self.converts else self.pitch
+
+    @property
     def slot_bytes(self) -> int:
+        return self.tile * self.slot_pitch
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of a tile as the products read it."""
         return self.tile * self.pitch
 
-    def place(self, slots: int) -> dict[str, int]:
-        """Where things lie in shared memory with so many slots, and its bytes under "end"."""
+    def place(self, slots: int, tiles: int) -> dict[str, int]:
+        """Where things lie in shared memory with so many slots for so many tiles, and its bytes under "end"."""
+        converted = min(2, tiles) * self.tile_bytes if self.converts else 0
         return lay_out({
-            "ring": slots * self.slot_bytes, "query": self.rows * self.pitch,
+            "ring": slots * self.slot_bytes, "converted": converted, "query": self.rows * self.pitch,
             "scores": 4 * self.parts * self.rows * self.score_pitch, "weights": self.rows * self.weight_pitch,
             "fade": 4 * self.rows, "inverse": 4 * self.rows, "full": 8 * slots, "empty": 8 * slots,
         }, {"ring": 128})
@@ -223,8 +261,15 @@ class Static(Shape):
 
     @property
     def lanes(self) -> int:
-        """Lanes that read fragments of different parts, a power of two."""
-        return min(SPLIT_LANES, 1 << (self.splits - 1).bit_length())
+        """Lanes that read fragments of different parts, a power of two: of the numbers that leave a warp the fewest
+        rounds the largest. A lane has registers for so many parts."""
+        most = min(SPLIT_LANES, 1 << (self.splits - 1).bit_length())
+        held = MOST_PARTS if self.warps <= 8 and not self.wide else MOST_PARTS // 2
+        able = [most, *(n for n in (8, 4, 2, 1) if n < most and per(self.splits, n) <= held)]
+        return min(able, key=lambda n: (self._rounds(n), -n))
+
+    def _rounds(self, lanes: int) -> int:
+        return per(self.piece // 2, self.warps * (SPLIT_LANES // lanes))
 
     @property
     def each(self) -> int:
@@ -238,4 +283,4 @@ class Static(Shape):
 
     @property
     def rounds(self) -> int:
-        return per(self.piece // 2, self.warps * self.units)
+        return self._rounds(self.lanes)

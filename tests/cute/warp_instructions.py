@@ -296,6 +296,12 @@ def pack(values: Sequence[Any]) -> list[Any]:
             for low, high in zip(halves[::2], halves[1::2], strict=True)]
 
 
+def widen(word: Any) -> list[Any]:
+    values = torch.from_numpy(np.ascontiguousarray(word.a).view(np.uint8).copy()).view(torch.float8_e4m3fn)
+    halves = np.ascontiguousarray(values.bfloat16().view(torch.int16).numpy()).view(np.int32).reshape(32, 2)
+    return [Int32(halves[:, 0]), Int32(halves[:, 1])]
+
+
 def pack_f16(low: Any, high: Any) -> Any:
     with np.errstate(all="ignore"):
         halves = np.stack([low.a.astype(np.float16), high.a.astype(np.float16)], 1)
@@ -334,6 +340,11 @@ def reciprocal(x: Any) -> Any:
 
 
 inverse = reciprocal
+
+
+def rsqrt(x: Any) -> Any:
+    with np.errstate(all="ignore"):
+        return Float32((1 / np.sqrt(x.a)).astype(np.float32))
 
 
 def round_to_e4m3(values: Sequence[Any], largest: Any) -> list[Any]:
