@@ -21,6 +21,7 @@ from ..compiler.compile import lower
 from ..compiler.cost import model_us
 from ..compiler.covering.match import find_regions
 from ..compiler.device import load_device
+from ..compiler.errors import BindError
 from ..compiler.kernel import KernelDef, Menu, Region
 from ..compiler.menu import LIBRARY_PRODUCT, op_kernels
 from ..compiler.passes.shard import OPTIONAL
@@ -143,10 +144,16 @@ def lines_text(lines: Iterable[Tuned], source: str) -> str:
 
 
 def merge_tables(path: Path, new: str, by: Sequence[str] = ("kernel", "key")) -> str:
-    """``new`` laid over the table at ``path``: lines that are alike in ``by`` are replaced."""
+    """``new`` laid over the table at ``path``: lines that are alike in ``by`` are replaced, the others keep the source
+    that they had. Raises BindError when the file is no table."""
     fresh = json.loads(new)
-    old = json.loads(path.read_text()) if path.is_file() else {"lines": []}
-    lines = {tuple(str(x[name]) for name in by): x for x in (*old["lines"], *fresh["lines"])}
+    try:
+        old = json.loads(path.read_text()) if path.is_file() else {"lines": []}
+        own = {} if old.get("source") in (None, fresh["source"]) else {"source": old["source"]}
+        kept = [{**own, **line} for line in old["lines"]]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BindError(f"{path}: not a table that k3plan tune wrote\n  fix: name another file to write") from None
+    lines = {tuple(str(x[name]) for name in by): x for x in (*kept, *fresh["lines"])}
     body = ",\n".join("  " + json.dumps(lines[at]) for at in sorted(lines))
     return f'{{"source": {json.dumps(fresh["source"])},\n"lines": [\n{body}\n]}}\n'
 

@@ -13,6 +13,7 @@ from k3plan import cli
 from k3plan.compiler.compile import cover_graph, lower
 from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.device import load_device
+from k3plan.compiler.errors import BindError
 from k3plan.compiler.kernel import KernelDef, Menu
 from k3plan.compiler.menu import op_kernels
 from k3plan.compiler.ops import OPS
@@ -126,7 +127,15 @@ def test_tables_are_made_of_outcomes_and_merged(tmp_path: Path) -> None:
     assert line.model_us == pytest.approx(job.model_us, abs=1e-3)
     path = tmp_path / "table.json"
     path.write_text(table([outcome], "older").replace("1x7168", "2x7168"))
-    assert [line.key for line in tuned_lines(merge_tables(path, text))] == ["1x7168,7168", "2x7168,7168"]
+    for _ in range(2):
+        merged = merge_tables(path, text)
+        assert [(line.key, line.source) for line in tuned_lines(merged)] == [("1x7168,7168", "a GPU"),
+                                                                             ("2x7168,7168", "older")]
+        path.write_text(merged)
+    for other in ("no JSON", "[1]", "{}"):
+        path.write_text(other)
+        with pytest.raises(BindError, match=r"table.json: not a table that k3plan tune wrote"):
+            merge_tables(path, text)
     every = lines_text(all_times(outcome, "a GPU"), "a GPU")
     path.write_text(every)
     kept = tuned_lines(merge_tables(path, every, by=("kernel", "key", "config")))
