@@ -143,10 +143,7 @@ def require_plan(plan: object) -> LaunchPlan:
 
 
 def _device(name: str | torch.device) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise BindError(f"{name!r} is no device of torch\n  fix: pass 'cpu' or 'cuda'") from None
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BindError(f"torch sees no GPU here, and device is {device}\n  fix: k3plan doctor says what is missing")
     return device

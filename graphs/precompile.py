@@ -4,10 +4,11 @@ Most launches of a step are the same few kernels; what a compiler would see alik
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ..compiler.launches import kernels_of
 from .bind import Executable
 
 WORKERS = 12  # threads: the compiler's own passes and the assembler run outside of the interpreter's lock
@@ -18,16 +19,10 @@ def compile_launches(executables: Iterable[Executable], workers: int = WORKERS) 
     found: dict[Any, Any] = {}
     for executable in executables:
         for step in executable.steps:
-            for launch in _kernels(step):
+            # a function of torch has nothing to compile
+            for launch in kernels_of(step) if hasattr(step, "compile") else ():
                 found.setdefault(launch.signature(), launch)
     with ThreadPoolExecutor(workers) as pool:
         for done in [pool.submit(launch.compile) for launch in found.values()]:
             done.result()
     return len(found)
-
-
-def _kernels(step: Any) -> Iterator[Any]:
-    """The launches of a bound step that can be compiled ahead; none where it is a function of torch."""
-    for one in getattr(step, "launches", (step,)):
-        if hasattr(one, "signature"):
-            yield one

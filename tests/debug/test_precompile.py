@@ -30,7 +30,7 @@ class Launch:
 def test_each_kernel_once() -> None:
     log: list[str] = []
     a, b, again = (Launch(name, log) for name in ("a", "b", "a"))
-    step = SimpleNamespace(steps=(a, SimpleNamespace(launches=(b, again)), lambda: None))
+    step = SimpleNamespace(steps=(a, LaunchSequence((b, again)), lambda: None))
     assert compile_launches([step, step]) == 2
     assert sorted(log) == ["a", "b"]
 

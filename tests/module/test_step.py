@@ -110,8 +110,6 @@ def test_a_device_that_is_not_there_is_named(plans: list[LaunchPlan], checkpoint
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BindError, match="torch sees no GPU here, and device is cuda"):
         DecodeStep.from_plan(plans, checkpoint, device="cuda")
-    with pytest.raises(BindError, match="'gpu' is no device of torch"):
-        DecodeStep.from_plan(plans, checkpoint, device="gpu")
 
 
 @pytest.mark.parametrize(("change", "said"), [
