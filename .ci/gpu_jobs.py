@@ -33,8 +33,9 @@ JOBS = (
     Job("module-ranks", "pytest -q -m gpu tests/module/test_on_gpu.py -k two_ranks", 60, gpus=2),
     # what was never timed in its present form, each GPU a kernel; on one of them the plan that follows from it
     Job("tune", f"cp {TABLE} $OUT/h200.json && k3plan tune {TP16} --only {NEW} --rows {ROWS} "
-                "--shapes 3 --seconds $((SECONDS_LEFT - 300)) --times $OUT/times.json --in-step --out $OUT/h200.json && "
-                f"cp $OUT/h200.json {TABLE} && k3plan bench {TP16} --profiles auto,stock --rows {ROWS}", 580, gpus=2),
+                "--shapes 3 --seconds $((SECONDS_LEFT - 300)) --times $OUT/times.json --in-step --out $OUT/h200.json "
+                f"&& cp $OUT/h200.json {TABLE} && k3plan bench {TP16} --profiles auto,stock --rows {ROWS}",
+        580, gpus=2),
     Job("bench", f"k3plan bench {TP16} --profiles auto,stock --rows {ROWS}", 200, asked=True),
     Job("carveout", f"k3plan bench {TP16} --profiles auto --rows 1x1,1x8 && "
                     f"K3PLAN_CARVEOUT=100 k3plan bench {TP16} --profiles auto --rows 1x1,1x8", 140),
