@@ -37,7 +37,7 @@ class CacheMirror:
         step = self.spec.step
         if batch > step.sequences or step.query != 1:
             raise BindError(f"layer {self.layer}: {batch} sequences, the plan has {step.sequences} with {step.query} "
-                            "rows each\n  fix: plan for more sequences, with step.query 1")
+                            f"rows each\n  fix: plan with step.query 1, or patch with sequences={batch}")
         layer = cache.layers[self.layer]
         if self.kind == "kda":
             if layer.record_past:
@@ -100,7 +100,7 @@ class CacheMirror:
         length = int(layer.get_seq_length())
         if length >= self.spec.step.context:
             raise BindError(f"layer {self.layer}: {length} tokens and one more, the plan serves "
-                            f"{self.spec.step.context}\n  fix: plan for a longer context")
+                            f"{self.spec.step.context}\n  fix: plan, or patch, with a longer context")
         seen = visible(mask, batch, length)
         positions = torch.full((batch, 1), length) if seen is None else seen.sum(1, keepdim=True)
         positions = positions.to(device=layer.keys.device, dtype=torch.int32)

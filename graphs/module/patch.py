@@ -71,6 +71,8 @@ def patch_model(model: Any, compile_layer: Callable[[Spec], LaunchPlan], *, sequ
     if (gpu == "cpu") != (model.device.type == "cpu"):
         raise BindError(f"the model is on {model.device}, the plans would be for {gpu}\n"
                         "  fix: pass gpu='cpu' for a model on the CPU, and the name of its GPU (gpu='h200') otherwise")
+    if not (sequences >= 1 and context >= 1):
+        raise BindError(f"{sequences} sequences of {context} tokens\n  fix: pass sequences and context of 1 or more")
     tensors = stored_state(model)
     layers = {}
     for index in range(model.config.num_hidden_layers):

@@ -229,7 +229,7 @@ def test_restore_leaves_no_trace(model: Any) -> None:
 
 def test_what_cannot_be_patched(model: Any, patched: Patched) -> None:
     ids, _ = texts([2, 2, 2, 2])
-    with pytest.raises(BindError, match=r"4 sequences, the plan has 3.*\n  fix: plan for more"):
+    with pytest.raises(BindError, match=r"4 sequences, the plan has 3.*\n  fix: .* patch with sequences=4"):
         generate(model, ids)
     ids, _ = texts([60])
     with pytest.raises(BindError, match=r"64 tokens and one more, the plan serves 64"):
@@ -245,6 +245,9 @@ def test_what_cannot_be_patched(model: Any, patched: Patched) -> None:
         k3plan.patch(torch.nn.Linear(2, 2))
     with pytest.raises(BindError, match=r"is on cpu, the plans would be for h200\n  fix: pass gpu='cpu'"):
         k3plan.patch(model, gpu="h200")
+    for sizes in ({"sequences": 0}, {"context": -1}):
+        with pytest.raises(BindError, match="fix: pass sequences and context of 1 or more"):
+            k3plan.patch(model, **sizes)
     with pytest.raises(BindError, match=r"float16\n  fix: load it with"):
         k3plan.patch(make_model(torch.float16))
 
