@@ -110,7 +110,7 @@ def kinds(plan: LaunchPlan) -> list[tuple[str, list[Launch]]]:
     model = plan.spec.model
     by_layer: dict[int | None, list[Launch]] = {}
     for launch in plan.launches:
-        by_layer.setdefault(launch.layer if launch.layer is not None else None, []).append(launch)
+        by_layer.setdefault(launch.layer, []).append(launch)
     outside = by_layer.pop(None, [])
     found = [("embedding", [x for x in outside if x.stage == "embed"])]
     groups: dict[str, list[int]] = {}

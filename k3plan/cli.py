@@ -154,14 +154,17 @@ def bench(plan: PlanFile, set_: Overrides = None,
           profiles: Annotated[str, typer.Option(help="Profiles to compare.")] = "stock,auto",
           rows: Annotated[str, typer.Option(help="Sequences x verify rows.")] = "1x1,1x8,8x1,64x1") -> None:
     """Time one rank's whole step on this GPU: random weights, loopback transport, one CUDA graph."""
+    from .compiler.reading.planfile import allowed
     from .face import compile_plan
     from .graphs.bench import require_gpu
     from .graphs.bench_step import time_step
 
-    sizes = sizes_of(rows)
+    sizes, wanted = sizes_of(rows), profiles.split(",")
+    if not set(wanted) <= set(allowed("profile")):
+        raise typer.BadParameter(f"{profiles!r} is not some of {','.join(allowed('profile'))}", param_hint="--profiles")
     require_gpu("k3plan bench")
     for sequences, query in sizes:
-        for profile in profiles.split(","):
+        for profile in wanted:
             settings = [*(set_ or ()), *size_settings(sequences, query), f"profile={profile}"]
             timing = time_step(compile_plan(plan, settings))
             typer.echo(f"{sequences}x{query} {profile}: {timing.line()}")

@@ -34,17 +34,20 @@ def links(spec: Spec, kernels: Iterable[KernelDef], group: Group, rows: Sequence
     link = measure_link(group, transport)
     yield (f"link: {link.hop_us:.2f} us a hop (a store, seen by the other rank); a kernel of stores takes "
            f"{link.ramp_us:.2f} us + bytes / {link.gbs:.0f} GB/s")
-    menu = Menu([*op_kernels(), *kernels])
+    menu, met = Menu([*op_kernels(), *kernels]), False
     for count in rows:
         sized = replace(spec, step=replace(spec.step, sequences=count, query=1))
         for region, found in collective_regions(sized, menu):
             if not any(part in region.kernel.id for part in only.split(",")):
                 continue
+            met = True
             # rank 0's clock decides for all
             if group.exchange("time", {"s": time.monotonic() - started})[0]["s"] > seconds:
                 yield "time is up"
                 return
             yield from _measure(region, found, count, group, transport)
+    if not met:
+        yield f"no collective kernel that fits the plan has {' or '.join(only.split(','))} in its id"
 
 
 def collective_regions(spec: Spec, menu: Menu) -> list[tuple[Region, list[Region]]]:

@@ -184,6 +184,10 @@ def test_rows_are_sequences_and_verify_rows(command: tuple[str, ...]) -> None:
     assert "Invalid value for --rows: '8' is not SEQUENCES x ROWS, such as 8x1" in text
 
 
+def test_profiles_are_those_of_a_plan_file() -> None:
+    assert "'auto,stok' is not some of auto,fused,stock" in k3plan("bench", H200, "--profiles", "auto,stok", code=2)
+
+
 def test_rows_of_one_step_are_one_size() -> None:
     assert "one size, such as 8x1" in k3plan("graph", "lint", K3, "--rows", "8x1,1x8", code=2)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from k3plan.compiler.errors import BindError, RankError
-from k3plan.face import compile_plan
+from k3plan.compiler.reading.source import load_spec
+from k3plan.face import compile_plan, kernels
+from k3plan.graphs.distributed import report
 from k3plan.graphs.distributed.group import Group
 from k3plan.graphs.distributed.library import Library
 from k3plan.graphs.distributed.rank import kernel_digest, make_transport
@@ -146,6 +149,14 @@ def test_transports_between_processes_refuse_what_they_cannot_do() -> None:
         Library(group).local_ranks(4)
     with pytest.raises(BindError, match="collectives inside kernels \\(box\\)"):
         Library(group).allocate_mailboxes({"box": 8}, torch.device("cpu"))
+
+
+def test_links_say_that_nothing_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "Symmetric", lambda group: None)
+    monkeypatch.setattr(report, "measure_link", lambda group, transport: SimpleNamespace(hop_us=1, ramp_us=2, gbs=3))
+    spec = load_spec("examples/k3-h200-tp2.yaml", ["model.layers=[0]"])
+    _, said = report.links(spec, kernels(), None, [1], "all_redcue", 9.0)
+    assert said == "no collective kernel that fits the plan has all_redcue in its id"
 
 
 def test_the_first_launch_that_differs_is_named() -> None:
