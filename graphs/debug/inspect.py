@@ -118,7 +118,7 @@ def inspect(plan: LaunchPlan, record: Record, origins: Mapping[str, Origin] | No
 
 
 def critical_path(plan: LaunchPlan, record: Record) -> Path:
-    """The longest chain by each launch's measured share of the step, or by the plan's where the capture was not timed."""
+    """The longest chain by each launch's measured share of the step, or by the plan's times where it was not timed."""
     timed = any(launch.busy_us is not None for launch in record.launches)
     weight = dict.fromkeys(range(len(record.nodes)), 0.0)
     for launch, own in zip(plan.launches, record.launches, strict=True):
