@@ -9,7 +9,7 @@ over blocks and p, mix, ``h = mix rsqrt(mean mix^2 + out_eps) weight``. ``p`` an
 Layout: a row is a cluster of ``cluster`` blocks; a thread has 8 columns, one fragment of 16 bytes. Products, softmax
 and norm are those of ``row_mix.py``. Products of the blocks alone are made while the parts of the other ranks travel;
 when they have come only the products with p are new. In a ``settled`` configuration blocks that are settled, and a
-settled prefix, are read and folded before the wait for the producers, so that the three sums of p are all that the row
+settled prefix, are read and folded before the wait for the producers, so that the four sums are all that the row
 exchanges when the parts have come; its own part a rank then publishes behind the fold. That form is **not timed yet**
 and never ran on a GPU. Where nothing is settled it is the other form to the instruction. Sums go to every block of the
 cluster by stores whose bytes a barrier there counts (a cluster barrier would have to wait for the stores to the other
@@ -173,7 +173,7 @@ def _fold(source: Callable[..., list[Any]], score: list[Any], real: Any, thread:
         score = [select(real, s, Float32(0.0)) for s in score]
         words = [[select(real, word, Int32(0)) for word in some] for some in words]
     cute.arch.cluster_wait()
-    fold([unpack(some) for some in words], score, thread, part * p.warps + thread // LANES, p)
+    fold(words, score, thread, part * p.warps + thread // LANES, p)
 
 
 def _reduce(box: Mailbox, where: Any, owner: Any, real: Any, p: Static) -> None:

@@ -21,11 +21,11 @@ mix follows from the products, ``sum p_i p_j (v_i . v_j)``, so that the blocks e
 all others by stores that count their own bytes at the receiver's barrier. Then each warp does the softmax for itself.
 
 Another form, of ``settled`` configurations where a block is settled: a thread has 8 columns, and the settled blocks are
-read, multiplied with each other and folded into one source before the wait, which has an exchange of its own
-(``row_mix.py``). Behind the wait a thread loads two fragments, prefix and delta, and the row exchanges three sums,
-however many blocks there are: 261 instructions from the wait to the end with one block as with eight, where the form
-above has 538 and 700 (sm_90a, 4 warps). With 28 warps, for up to 3 blocks, a row is one block of threads, which
-exchanges nothing. **Not timed yet**; it never ran on a GPU.
+read, scored and folded into one source before the wait, with an exchange of their own (``row_mix.py``). Behind the wait
+a thread loads two fragments, prefix and delta, and the row exchanges four sums, however many blocks there are: 271
+instructions from the wait to the end with one block and 267 with eight, where the form above has 538 and 700 (sm_90a,
+4 warps). With 28 warps, for up to 4 blocks, a row is one block of threads, which exchanges nothing. **Not timed yet**;
+it never ran on a GPU.
 
 Waits: barriers, ``score``, ``weight`` and settled blocks before the wait for the producers; fresh blocks, prefix and
 delta after it (any earlier kernel may still be running before it, so they may not be read sooner). The trigger is the
@@ -323,8 +323,8 @@ def _mix_ahead(at: Any, thread: Any, part: Any, row: Any, p: Ahead) -> None:
         return load_words(address(pointer) + _bytes(row, stride, column), settled=settled)
 
     def own(words: list[Any]) -> list[Any]:
-        """As fp32; a thread beyond the row counts for nothing."""
-        return unpack(words if real is None else [select(real, word, Int32(0)) for word in words])
+        """A thread beyond the row counts for nothing."""
+        return words if real is None else [select(real, word, Int32(0)) for word in words]
 
     weight = load_words(address(at.weight) + Int64(column) * 2) if p.out_eps is not None else []
     score = [word.bitcast(Float32) for half in (0, 16)
@@ -346,8 +346,8 @@ def _mix_ahead(at: Any, thread: Any, part: Any, row: Any, p: Ahead) -> None:
     guard = None if real is None else Int32(real)
     if p.has_p:
         store_words(address(at.p) + _bytes(row, p.stride_p, column), newest, guard=guard)
-    columns = {**{i: own(words) for i, words in zip(p.fresh, fresh, strict=True)},
-               **dict(zip(p.names, (own(newest), score, base.columns), strict=True))}
+    columns = {**{i: unpack(own(words)) for i, words in zip(p.fresh, fresh, strict=True)},
+               **dict(zip(p.names, (unpack(own(newest)), score, base.columns), strict=True))}
     area, sums = p.area(True), address(cute.arch.get_dyn_smem(Int64, 16))
     late = sum_over_lanes([dot(columns[i], columns[j]) for i, j in area.pairs], lane)
     share(late, len(area.pairs), sums, warp, 0, lane, area, p)

@@ -31,7 +31,7 @@ def configs(region: Region) -> list[dict[str, Any]]:
     fitting: list[dict[str, Any]] = [{"warps": w} for w in (8, 4, 16, 7) if _fits(w, columns)]
     fitting = fitting or [{"warps": min(w for w in (1, 2, 4, 8, 16) if count_parts(w, columns) <= CLUSTER)}]
     # one block of threads for a row has no exchange, and 72 registers a thread
-    most = 28 if count_blocks(region) <= 3 else 14
+    most = 28 if count_blocks(region) <= 4 else 14
     ahead: list[dict[str, Any]] = [{"warps": w, "settled": True} for w in (4, 7, 14, 28)
                                    if w <= most and _fits(w, columns) and (w - 1) * AHEAD_COLUMNS < columns]
     return (ahead or [{"warps": 1, "settled": True}]) + fitting

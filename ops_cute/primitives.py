@@ -123,6 +123,11 @@ def unpack(words: Words) -> list[Any]:
     return [half(word) for word in words for half in (low, high)]
 
 
+def again(words: Words) -> Words:
+    """``words`` as if they were others: what was made of them before is not kept in registers but made anew."""
+    return ptx("", [Int32] * len(words), words, tied=len(words))
+
+
 def pack(values: Sequence[Any]) -> Words:
     """Pairs of fp32 rounded to bf16, the first of a pair in the lower half."""
     return [ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", [Int32], [first, second], pure=True)
@@ -224,6 +229,11 @@ def sum_lanes(value: Any, lanes: int = WARP) -> Any:
         lanes //= 2
         value = value + lane_xor(value, lanes)
     return value
+
+
+def own_thread() -> Any:
+    """The thread's number, read where it is used: what follows from it takes no registers over a loop."""
+    return ptx("mov.u32 $0, %tid.x;", [Int32], [])
 
 
 # shared memory of the cluster, by address

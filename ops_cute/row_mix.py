@@ -7,13 +7,13 @@ each other and with ``score``, summed over the row: over the lanes of a warp, th
 block of the cluster, where a barrier counts the bytes.
 
 Blocks that are *settled* (``compiler/settled.py``) are folded into one source before the wait for the producers: with
-their softmax among themselves the *base* is ``sum of share_j v_j``, with its largest score, its sum of shares and its
-square sum. After the wait nothing is needed of them but the product of the base with what is new, so that p costs
-three sums (with the base, itself and ``score``) however many blocks there are, and the mix adds two terms. The base's
-shares are scaled by ``exp(its largest score - the largest of all)``, as in an online softmax. Sums of the settled
-blocks have a barrier of their own. The base waits in shared memory: what is only needed after the wait the assembler
-would also make after it. A settled source is loaded past the first-level cache, which may hold what was there before.
-Fresh blocks, which are not settled, are read after the wait and are sources of their own beside the base.
+their softmax among themselves, which takes two sums each, the *base* is ``sum of share_j v_j``, with its largest score
+and its sum of shares. After the wait nothing is needed of them but products of the base, so that p costs four sums
+(``p . p``, ``p . score``, ``p . base``, ``base . base``) however many blocks there are, and the mix adds two terms. The
+base's shares are scaled by ``exp(its largest score - the largest of all)``, as in an online softmax. Sums of the
+settled blocks have a barrier of their own. The base waits in shared memory: what is only needed after the wait the
+assembler would also make after it. A settled source is loaded past the first-level cache, which may hold what was there
+before. Fresh blocks, which are not settled, are read after the wait and are sources of their own beside the base.
 
 A row of one block of threads keeps its sums at home, because a block that is launched without a cluster has no address
 in one.
@@ -30,6 +30,7 @@ from cutlass import Float32, Int32, Int64
 from .mailbox import fma, sum_over_lanes
 from .primitives import (
     address,
+    again,
     exp,
     load_shared,
     maximum,
@@ -40,6 +41,7 @@ from .primitives import (
     send,
     store_shared,
     total,
+    unpack,
 )
 
 LANES = 32
@@ -80,19 +82,21 @@ class Row:
 
     @property
     def ahead(self) -> list[Pair]:
-        """Products of the settled blocks, known before the wait."""
-        return _pairs(self.folded, self.names[1])
+        """Products of the settled blocks with themselves and the score, known before the wait."""
+        return [(i, j) for i in self.folded for j in (i, self.names[1])]
 
     @property
     def middle(self) -> list[Pair]:
         """Products of the fresh blocks, known before p."""
-        return _pairs(self.fresh, self.names[1]) + ([(i, self.names[2]) for i in self.fresh] if self.folded else [])
+        fresh, (_, score, base) = self.fresh, self.names
+        pairs = [(i, j) for i in fresh for j in fresh if i <= j] + [(i, score) for i in fresh]
+        return pairs + ([(i, base) for i in fresh] if self.folded else [])
 
     @property
     def last(self) -> list[Pair]:
-        """Products of p with the fresh blocks, itself, the score and the base."""
+        """Products of p with the fresh blocks, itself, the score and the base, and of the base with itself."""
         p, score, base = self.names
-        return [(i, p) for i in (*self.fresh, p)] + [(p, score)] + ([(p, base)] if self.folded else [])
+        return [(i, p) for i in (*self.fresh, p)] + [(p, score)] + ([(p, base), (base, base)] if self.folded else [])
 
     @property
     def shared(self) -> int:
@@ -120,16 +124,11 @@ class Area:
 
 @dataclass(frozen=True)
 class Base:
-    """The settled blocks as one source: 8 columns a thread, largest score, sum of shares and square sum."""
+    """The settled blocks as one source: 8 columns a thread, largest score and sum of shares."""
 
     columns: list[Any]
     top: Any
     whole: Any
-    square: Any
-
-
-def _pairs(sources: Sequence[int], score: int) -> list[Pair]:
-    return [(i, j) for i in sources for j in sources if i <= j] + [(i, score) for i in sources]
 
 
 def dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
@@ -196,10 +195,10 @@ def add_up(sums: Any, thread: Any, area: Area, p: Row) -> dict[Pair, Any]:
 
 
 def fold(sources: Sequence[list[Any]], score: list[Any], thread: Any, warp: Any, p: Row) -> None:
-    """The settled blocks as one source, kept in shared memory. ``sources``: 8 columns of each of them; ``warp`` is
-    numbered in the cluster. Every block of the cluster must have begun."""
+    """The settled blocks as one source, kept in shared memory. ``sources``: 4 words of bf16 of each of them; ``warp``
+    is numbered in the cluster. Every block of the cluster must have begun."""
     area, lane, sums = p.area(False), thread % LANES, address(cute.arch.get_dyn_smem(Int64, 16))
-    columns = {**dict(zip(p.folded, sources, strict=True)), p.names[1]: score}
+    columns = {**{i: unpack(words) for i, words in zip(p.folded, sources, strict=True)}, p.names[1]: score}
     for first in range(0, len(area.pairs), AHEAD):
         some = area.pairs[first : first + AHEAD]
         share(sum_over_lanes([dot(columns[i], columns[j]) for i, j in some], lane), len(some), sums, warp, first, lane,
@@ -210,9 +209,9 @@ def fold(sources: Sequence[list[Any]], score: list[Any], thread: Any, warp: Any,
     top = maximum(scores)
     shares = [exp(s - top) for s in scores]
     mixed = [Float32(0.0)] * 8
-    for source, own in zip(sources, shares, strict=True):
-        mixed = [fma(own, v, m) for m, v in zip(mixed, source, strict=True)]
-    kept = [*mixed, top, total(shares), _square(p.folded, shares, totals), Float32(0.0)]
+    for words, own in zip(sources, shares, strict=True):
+        mixed = [fma(own, v, m) for m, v in zip(mixed, unpack(again(words)), strict=True)]
+    kept = [*mixed, top, total(shares), Float32(0.0), Float32(0.0)]
     for quad in range(BASE_QUADS):
         store_shared(_base_at(sums, quad, thread, p), kept[4 * quad : 4 * quad + 4])
 
@@ -221,7 +220,7 @@ def folded(thread: Any, p: Row) -> Base:
     """The base that this thread has kept."""
     sums = address(cute.arch.get_dyn_smem(Int64, 16))
     kept = [x for quad in range(BASE_QUADS) for x in load_shared(_base_at(sums, quad, thread, p), 4)]
-    return Base(kept[:8], *kept[8:11])
+    return Base(kept[:8], *kept[8:10])
 
 
 def _base_at(sums: Any, quad: int, thread: Any, p: Row) -> Any:
@@ -254,7 +253,7 @@ def factors(totals: dict[Pair, Any], base: Base | None, p: Row) -> list[Any]:
     if base:
         ahead = exp(base.top - top)
         across = total([own * totals[source, p.names[2]] for own, source in zip(shares, sources, strict=True)])
-        square = fma(ahead, fma(ahead, base.square, 2 * across), square)
+        square = fma(ahead, fma(ahead, totals[p.names[2], p.names[2]], 2 * across), square)
         whole = fma(ahead, base.whole, whole)
         shares = [*shares, ahead]
     # the shares are still too large by their sum; so is the root of ``square``

@@ -163,6 +163,10 @@ def store_half(at: Any, word: Any, *, guard: Any = None) -> None:
     grid.memory[_places(at, 2, wanted)] = np.ascontiguousarray(content).view(np.uint8)
 
 
+def again(words: Sequence[Any]) -> list[Any]:
+    return list(words)
+
+
 def pack(values: Sequence[Any]) -> list[Any]:
     halves = [torch.from_numpy(np.array(v.a)).bfloat16().view(torch.int16).numpy().astype(np.int64) & 0xFFFF
               for v in values]
@@ -313,8 +317,8 @@ class _Arch:
             f"barriers expect {np.unique(grid.expected[at])} bytes, {np.unique(grid.received[at])} came")
 
 
-OWN = ("select", "load_words", "load_half", "store_words", "store_half", "pack", "exp2", "log", "rsqrt", "reciprocal",
-       "mma", "lane_xor", "lane_value", "peer_address", "load_shared", "store_shared", "send")
+OWN = ("select", "again", "load_words", "load_half", "store_words", "store_half", "pack", "exp2", "log", "rsqrt",
+       "reciprocal", "mma", "lane_xor", "lane_value", "peer_address", "load_shared", "store_shared", "send")
 
 
 class _Branches(ast.NodeTransformer):
