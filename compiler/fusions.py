@@ -31,6 +31,11 @@ PROJECTION_ROUTER = "logits = linear(x, router)\nf = linear(x, weight)\n-> logit
 MIX = "m = attn_res(score, p, ...)\nh = rms_norm(m, weight)\n-> p, h"
 ADD_MIX = f"? p = residual_add(prefix, delta)\n{MIX}"
 STRIPE = "n = rms_norm(latent, norm)\nup = linear(n, weight)\nout = add(up, shared)\ng = all_gather(out)"
+MOE_EXPERTS = """\
+gate, up = experts_gate_up(x, ids, rank, w1, w3, s1, s3)
+act = situ_and_mul(gate, up)
+pairs = experts_down(act, ids, rank, w2, s2)
+out = experts_combine(pairs, weights)"""
 _SUMS = "latent = all_reduce(x)\nshared = reduce_scatter(other)"
 MOE_TAIL = f"{_SUMS}\n{STRIPE}\n-> g"
 # the tail and the mix before the next layer, whose norm has a weight of its own
@@ -43,6 +48,22 @@ g = all_gather(out)
 p = residual_add(prefix, g)
 {MIX}
 """
+# all of a sparse layer behind its router, and with the mix before the next layer
+_SPARSE = """
+gate, up = experts_gate_up(x, ids, rank, w1, w3, s1, s3)
+act = situ_and_mul(gate, up)
+pairs = experts_down(act, ids, rank, w2, s2)
+routed = experts_combine(pairs, weights)
+s = linear(a, w)
+latent = all_reduce(routed)
+shared = reduce_scatter(s)
+n = rms_norm(latent, norm)
+lifted = linear(n, up_weight)
+out = add(lifted, shared)
+g = all_gather(out)
+"""
+MOE_EXPERTS_TAIL = f"{_SPARSE}-> g"
+MOE_EXPERTS_TAIL_ADD_MIX = f"{_SPARSE}p = residual_add(prefix, g)\n{MIX}"
 
 MOE_FRONT_SHARDED = """
 logits = linear(x, router)

@@ -229,14 +229,15 @@ class Mailbox:
 
     ``slot`` is bytes, ``block`` the number of this block of threads in its launch: its epoch. ``multicast``: stores go
     to one address that the switch repeats for every rank (``multimem``), compiled and never run by k3plan's tests.
+    ``epoch`` is what the block has read already.
     """
 
     def __init__(self, at: Addresses, *, ranks: int, slot: int, block: Any, limit: int,
-                 multicast: bool = False) -> None:
+                 multicast: bool = False, epoch: Any = None) -> None:
         self.ranks, self.slot, self.block, self.limit = ranks, slot, block, limit
         self.own, self.rank = at["mailbox"], at["rank"]
         self.epochs = at["epochs"] + Int64(block) * 4
-        self.epoch = load_number(self.epochs)
+        self.epoch = load_number(self.epochs) if epoch is None else epoch
         self.multicast = at["multicast"] if multicast else None
         self.at = at
         if limit:

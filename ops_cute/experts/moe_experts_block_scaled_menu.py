@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...compiler.call import Scratch
+from ...compiler.fusions import MOE_EXPERTS
 from ...compiler.kernel import KernelDef, Region
 from ..shared_memory import LIMIT
 from .blackwell_layouts import FORMATS, LANES
@@ -94,13 +95,7 @@ def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
             "epochs": Scratch((MOST_BLOCKS,), "i32", zeroed=True, kept=True)}
 
 
-_EXPERTS = """\
-gate, up = experts_gate_up(x, ids, rank, w1, w3, s1, s3)
-act = situ_and_mul(gate, up)
-pairs = experts_down(act, ids, rank, w2, s2)
-out = experts_combine(pairs, weights)
-"""
-_ALONE, _SHARED = f"{_EXPERTS}-> out", f"& s = linear(a, w)\n{_EXPERTS}-> out, s"
+_ALONE, _SHARED = f"{MOE_EXPERTS}\n-> out", f"& s = linear(a, w)\n{MOE_EXPERTS}\n-> out, s"
 
 
 def _kernel(name: str, least: int, reason: Callable[[Region], str | None], pattern: str, note: str) -> KernelDef:

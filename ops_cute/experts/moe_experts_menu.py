@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...compiler.call import Scratch
+from ...compiler.fusions import MOE_EXPERTS
 from ...compiler.kernel import KernelDef, Region
 from ..shared_memory import LIMIT
 from .gathered_plan import MOST_TOKENS, Gathered
@@ -140,33 +141,26 @@ def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
             "epochs": Scratch((MOST_BLOCKS,), "i32", zeroed=True, kept=True)}
 
 
-_EXPERTS = """\
-gate, up = experts_gate_up(x, ids, rank, w1, w3, s1, s3)
-act = situ_and_mul(gate, up)
-pairs = experts_down(act, ids, rank, w2, s2)
-out = experts_combine(pairs, weights)
-"""
-
 KERNELS: tuple[KernelDef, ...] = (
     KernelDef(
         id="cute.moe_experts", entry=ENTRY, arch=ARCH, rows=(1, TOKENS), needs=needs, configs=configs, scratch=scratch,
-        pattern=f"{_EXPERTS}-> out",
+        pattern=f"{MOE_EXPERTS}\n-> out",
         note="W1, W3, SiTU, W2 and the weighted sum; each expert's weights are read once",
     ),
     KernelDef(
         id="cute.moe_experts_shared", entry=ENTRY, arch=ARCH, rows=(1, TOKENS), needs=needs_side, configs=configs,
-        scratch=scratch, pattern=f"& s = linear(a, w)\n{_EXPERTS}-> out, s",
+        scratch=scratch, pattern=f"& s = linear(a, w)\n{MOE_EXPERTS}\n-> out, s",
         note="the same, and the shared expert's down-projection while activations are on their way",
     ),
     KernelDef(
         id="cute.moe_experts_gathered", entry=GATHERED, arch=ARCH, rows=(TOKENS + 1, MOST_TOKENS),
-        needs=needs_gathered, configs=gathered_configs, scratch=gathered_scratch, pattern=f"{_EXPERTS}-> out",
+        needs=needs_gathered, configs=gathered_configs, scratch=gathered_scratch, pattern=f"{MOE_EXPERTS}\n-> out",
         note="the same for more rows: each expert multiplies the rows that chose it, its weights are read once",
     ),
     KernelDef(
         id="cute.moe_experts_gathered_shared", entry=GATHERED, arch=ARCH, rows=(TOKENS + 1, MOST_TOKENS),
         needs=needs_gathered_side, configs=gathered_configs, scratch=gathered_scratch,
-        pattern=f"& s = linear(a, w)\n{_EXPERTS}-> out, s",
+        pattern=f"& s = linear(a, w)\n{MOE_EXPERTS}\n-> out, s",
         note="the same, and the shared expert's down-projection while activations are on their way",
     ),
 )

@@ -18,7 +18,7 @@ PARTIALS = WARPS * 32 * FRAGMENT  # bytes of one sum over warps
 TOP_EXPONENT = 15  # fp16 activations stay below 2^15
 
 
-def _least_each(parts: int, warps: int) -> int:
+def least_each(parts: int, warps: int) -> int:
     """As few for each as divide ``parts`` evenly over some of the warps."""
     return min(n for n in range(1, parts + 1) if parts % n == 0 and parts // n <= warps)
 
@@ -62,7 +62,7 @@ class Static(Sizes):
     @property
     def own_groups(self) -> int:
         """Scale groups of a row of x of one warp."""
-        return _least_each(self.groups, self.warps)
+        return least_each(self.groups, self.warps)
 
     @property
     def early(self) -> bool:
@@ -97,7 +97,7 @@ class Static(Sizes):
     @property
     def own_steps(self) -> int:
         """Of them those of one warp."""
-        return _least_each(self.side_steps, self.warps)
+        return least_each(self.side_steps, self.warps)
 
     @property
     def side_row_bytes(self) -> int:

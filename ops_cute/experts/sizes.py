@@ -22,7 +22,7 @@ class Sizes:
     blocks: int
     slots: int  # of the ring of weights in shared memory
     stride_x: int
-    stride_out: int
+    stride_out: int = 0
     beta: float
     linear_beta: float
     dependent: bool

@@ -400,6 +400,10 @@ def own_thread() -> Any:
     return Arch.thread_idx()[0]
 
 
+def own_block() -> Any:
+    return Arch.block_idx()[0]
+
+
 def lane_xor(value: Any, lanes: int) -> Any:
     return type(value)(value.a[LANES ^ lanes])
 

@@ -1,0 +1,136 @@
+"""``cute.moe_experts_tail`` on a CPU: all ranks of a group, warp by warp, one launch for each wait."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import kernel_check
+import pytest
+import real_shapes
+import torch
+import warp_emulator
+from kernel_check import Setting
+from test_moe_emulated import SMALL, compare_ranks, ranks_of
+
+from k3plan.compiler.call import emulated_links, loopback_link
+from k3plan.compiler.covering.match import find_regions
+from k3plan.compiler.kernel import KernelDef, Menu, Region
+from k3plan.ops_cute.experts import moe_experts_tail_menu as menu
+
+MODEL = replace(SMALL, hidden=64, experts=6)
+# three finished blocks before the last layer
+DEEP = {"attention": ("kda",) * 4, "mlp": ("dense", "moe", "moe", "moe"), "attn_res_block": 1}
+
+
+@cache
+def modules() -> dict[str, Any]:
+    return warp_emulator.load((
+        "experts.mxfp4", "moe_parts", "mailbox", "experts.call", "experts.dot", "experts.work_list",
+        "experts.copy_weights", "experts.roles", "experts.tail", "experts.tail_mix",
+        "experts.moe_experts_tail"))
+
+
+OF_A_RANK = ("w1", "w3", "s1", "s3", "w2", "s2", "a", "w", "up_weight")
+
+
+def last_region(kernel: KernelDef, setting: Setting) -> Region:
+    """With the most finished blocks."""
+    return find_regions(setting.graph(), Menu([kernel]), rows=setting.sequences * setting.query)[0][-1]
+
+
+def fresh(region: Region, setting: Setting, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Inputs of all ranks; what is no part of a split tensor is equal on all."""
+    found = [kernel_check.make_inputs(region, setting, 100 * seed + rank, "cpu") for rank in range(setting.tp)]
+    parts = {region.binding[name] for name in OF_A_RANK}
+    same = {name: tensor for name, tensor in found[0].items() if name not in parts}
+    return [own | same | {region.binding["rank"]: torch.tensor([rank], dtype=torch.int32)}
+            for rank, own in enumerate(found)]
+
+
+@pytest.mark.parametrize(("kernel", "rows", "tp", "experts", "numerics", "blocks", "launches", "sizes", "config"), [
+    (0, 1, 2, "tp", kernel_check.PLAIN, 5, 4, {}, {"side_first": True}),
+    (1, 3, 2, "tp", kernel_check.FP8, 9, 2, {}, {"side_first": False}),
+    (0, 8, 4, "tp", kernel_check.PLAIN, 4, 1, {"experts": 8, "moe_intermediate": 128}, {"warps": 28}),
+    (0, 2, 2, "ep", kernel_check.PLAIN, 5, 2, {}, {"side_first": True}),
+    (2, 1, 2, "tp", kernel_check.PLAIN, 5, 3, {}, {"side_first": True}),
+    (3, 4, 2, "tp", kernel_check.FP8, 9, 1, DEEP, {"warps": 28}),
+], ids=["one-row", "four-columns", "four-ranks", "whole-experts", "mixed", "mixed-rows"])
+def test_all_ranks(kernel: int, rows: int, tp: int, experts: str, numerics: Any, blocks: int, launches: int,
+                   sizes: Mapping[str, int], config: Mapping[str, Any]) -> None:
+    """In four launches the mailbox goes round and each part of the activations comes twice."""
+    setting = Setting("small", replace(MODEL, **sizes), tp, rows, 1, experts, numerics, choices=kernel_check.SHARDED)
+    region = last_region(menu.KERNELS[kernel], setting)
+    warp_emulator.set_multiprocessors(modules(), blocks)
+    calls, ranks = ranks_of(region, setting, {"slots": 8, **config}, "cpu")
+    launch = modules()["experts.moe_experts_tail"].bind(
+        calls, emulated_links([call.scratch["mailbox"] for call in calls]))
+    everything = [t for own in ranks for t in own.values()] + [t for c in calls for t in c.scratch.values()]
+    for seed in range(launches):
+        for own, new in zip(ranks, fresh(region, setting, seed), strict=True):
+            for name, tensor in new.items():
+                own[name].copy_(tensor)
+            for name in region.outputs:
+                kernel_check._poison(own[name])
+        for one in launch.launches:
+            warp_emulator.run(one, [*everything, one.arguments["table"]], seed)
+        compare_ranks(region, setting, ranks, seed)
+        assert all(torch.equal(own[name], ranks[0][name]) for own in ranks for name in region.outputs)
+
+
+def loopback(region: Region, setting: Setting, config: Mapping[str, Any], bind: Any, run: Any, launches: int,
+             device: str = "cpu") -> None:
+    """One launch of a rank that hears itself; rows of ``w`` repeat, so that every rank's columns are the same."""
+    (call, *_), (own, *_) = ranks_of(region, setting, config, device)
+    launch = bind([call], [loopback_link(call.scratch["mailbox"])])
+    for seed in range(launches):
+        new = kernel_check.make_inputs(region, setting, seed, "cpu")
+        w = new[region.binding["w"]]
+        w.copy_(w[: w.shape[0] // setting.tp].repeat(setting.tp, 1))
+        for name, tensor in new.items():
+            own[name].copy_(tensor)
+        for name in region.outputs:
+            kernel_check._poison(own[name])
+        run(launch, [*own.values(), *call.scratch.values()], seed)
+        compare_ranks(region, setting, [{name: t.cpu() for name, t in own.items()}] * setting.tp, seed)
+
+
+@pytest.mark.parametrize(("kernel", "rows", "tp", "blocks"), [(0, 1, 2, 5), (0, 2, 4, 4), (2, 1, 2, 5)])
+def test_one_launch_of_a_rank_alone(kernel: int, rows: int, tp: int, blocks: int) -> None:
+    """All blocks wait for each other inside the launch, warp by warp."""
+    sizes = {"experts": 8, "moe_intermediate": 128} if tp == 4 else {}
+    setting = Setting("small", replace(MODEL, **sizes), tp, rows, 1, choices=kernel_check.SHARDED)
+    warp_emulator.set_multiprocessors(modules(), blocks)
+
+    def run(launch: Any, everything: list[torch.Tensor], seed: int) -> None:
+        warp_emulator.run(launch, [*everything, launch.arguments["table"]], seed)
+
+    loopback(last_region(menu.KERNELS[kernel], setting), setting, {"slots": 6, "side_first": True},
+             modules()["experts.moe_experts_tail"].bind, run, launches=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tp", [16, 8])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize("kernel", menu.KERNELS, ids=lambda kernel: kernel.id)
+def test_one_launch_of_a_rank_alone_on_a_gpu(kernel: KernelDef, rows: int, tp: int, device: str) -> None:
+    """Kimi K3's sizes, every configuration, and 30 launches of the first."""
+    from k3plan.ops_cute.experts.moe_experts_tail import bind
+
+    def run(launch: Any, everything: list[torch.Tensor], seed: int) -> None:
+        launch()
+        torch.cuda.synchronize()
+
+    model = replace(real_shapes._spec(1, 1, kernel_check.SHARDED).model, dense_intermediate=512, experts=112, **DEEP)
+    numerics = kernel_check.FP8 if "mxfp8" in kernel.id else kernel_check.PLAIN
+    setting = Setting("k3", model, tp, rows, 1, "tp", numerics, choices=kernel_check.SHARDED)
+    region = last_region(kernel, setting)
+    for index, config in enumerate(menu.configs(region)):
+        loopback(region, setting, config, bind, run, 3 if index else 30, device)
+
+
+def test_the_emulator_sees_columns_that_nobody_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modules()["experts.moe_experts_tail"], "send_finished", lambda *arguments: None)
+    with pytest.raises(warp_emulator.Hung, match="wait for each other"):
+        test_one_launch_of_a_rank_alone(0, 1, 2, 5)
