@@ -130,11 +130,11 @@ def bind_ranks(region: Region, config: Mapping[str, Any], group: Group, transpor
     cold = {n: t for n, t in own.items() if values[n].role in COLD_ROLES}
     nbytes = sum(t.nbytes for t in cold.values())
     sets = sets or (min(MOST_SETS, math.ceil(ROTATED_BYTES / nbytes)) if nbytes > 1 << 20 else 1)
-    launches, calls = [], []
+    launches, calls, arguments = [], [], arguments_of(region)
     for index in range(sets):
         tensors = own | outputs | ({n: t.clone() for n, t in cold.items()} if index else {})
-        call = make_call(arguments_of(region), tensors, scratch=scratch, config=config, ranks=group.ranks,
-                         dependent_launch=dependent_launch)
+        call = make_call(arguments, tensors, scratch=scratch, config=config, ranks=group.ranks,
+                         dependent_launch=dependent_launch, settled=arguments.rest)
         names = [n for n in scratch if n.endswith("mailbox")]
         links = [transport.links([scratch[n]]) for n in names]
         calls.append(call)
