@@ -55,7 +55,19 @@ from cutlass import Float32, Int32, Int64
 
 from ..compiler.call import Call, Launch
 from .launching import KernelLaunch, await_producers, named, start_dependents
-from .mla_attend_merge import NONE, add, fold, mark, merge_parts, over_lanes, over_lanes_each, publish_part
+from .mla_attend_merge import (
+    NONE,
+    add,
+    find_rows,
+    fold,
+    keep,
+    mark,
+    merge_parts,
+    over_lanes,
+    over_lanes_each,
+    publish_mix,
+    publish_sums,
+)
 from .mla_attend_plan import (
     BORROWED,
     LENT,
@@ -322,24 +334,30 @@ def _weigh(best: list[Any], total: list[Any], limits: list[Any], first: Any, war
     return above, total
 
 
-def _multiply_mix(mix: Any, tile: Any, warp: Any, lane: Any, shared: Any, where: Any, p: Static) -> list[Any]:
-    """This warp's latent columns of ``mix``, faded, plus a tile of entries times their weights."""
-    mix, q = list(mix), lane & 3
-    if p.tiles > 1:
-        for group in range(p.groups):
-            fade = load_shared(shared + where["fade"] + (group * TILE_ROWS + 2 * q) * 4, 2)
-            for i in range(p.column_tiles):
-                at = 4 * (i * p.groups + group)
-                mix[at : at + 4] = [value * fade[v % 2] for v, value in enumerate(mix[at : at + 4])]
+def _fade(mix: Any, lane: Any, shared: Any, where: Any, p: Static) -> list[Any]:
+    """``mix`` as weights of a new base count it."""
+    mix = list(mix)
+    for group in range(p.groups):
+        fade = load_shared(shared + where["fade"] + (group * TILE_ROWS + 2 * (lane & 3)) * 4, 2)
+        for i in range(p.column_tiles):
+            at = 4 * (i * p.groups + group)
+            mix[at : at + 4] = [value * fade[v % 2] for v, value in enumerate(mix[at : at + 4])]
+    return mix
+
+
+def _multiply_mix(mix: list[Any], columns: range, tile: Any, warp: Any, lane: Any, shared: Any, where: Any,
+                  p: Static) -> list[Any]:
+    """Some tiles of this warp's latent columns of the mix, plus a tile of entries times their weights."""
+    mix = list(mix)
     a_at = tile + ((lane >> 4) * 8 + (lane & 7)) * p.pitch + ((lane >> 3) & 1) * FRAGMENT + warp * (2 * p.own_columns)
     b_at = shared + where["weights"] + (lane & 7) * p.weight_pitch + (lane >> 3) * FRAGMENT
     for pair in range(per(p.entry_tiles, 2)):
         here = min(2, p.entry_tiles - 2 * pair)
         b = [load_matrices(b_at + group * TILE_ROWS * p.weight_pitch + 4 * STEP * pair, 2 * here)
              for group in range(p.groups)]
-        for i in range(p.column_tiles):
+        for i, column in enumerate(columns):
             for k in range(here):
-                a = load_matrices_transposed(a_at + (2 * pair + k) * STEP * p.pitch + 2 * STEP * i)
+                a = load_matrices_transposed(a_at + (2 * pair + k) * STEP * p.pitch + 2 * STEP * column)
                 for group in range(p.groups):
                     at = 4 * (i * p.groups + group)
                     mix[at : at + 4] = mma(a, b[group][2 * k : 2 * k + 2], mix[at : at + 4])
@@ -375,36 +393,53 @@ def _free(slot: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlas
 
 
 @cute.jit
-def _take_tile(mix: Any, best: Any, total: Any, limits: Any, number: Any, start: Any, thread: Any, warp: Any,
-               lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """One tile added to this warp's columns of the mix and rows of the softmax."""
+def _weigh_tile(best: Any, total: Any, limits: Any, number: Any, start: Any, thread: Any, warp: Any, lane: Any,
+                shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """Where tile ``number`` lies, and the softmax with it; its weights are in shared memory."""
     tile = _find_tile(number, thread, lane, shared, where, p)
     if warp < p.parts * p.stacks:
         _multiply_scores(tile, warp, lane, shared, where, p)
     cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=32 * p.warps)
     best, total = _weigh(best, total, limits, start + number * p.tile, warp, lane, shared, where, p)
     cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=32 * p.warps)
-    mix = _multiply_mix(mix, tile, warp, lane, shared, where, p)
-    if cutlass.const_expr(not p.converts):
-        _free(number % p.slots, lane, shared, where, p)
-    return mix, best, total
+    return tile, best, total
 
 
 @cute.jit
-def _attend(at: Any, limits: Any, place: Any, query: Any, start: Any, tiles: Any, early: Any, real: Any, thread: Any,
-            warp: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+def _attend(at: Any, limits: Any, query: Any, start: Any, tiles: Any, early: Any, real: Any, thread: Any, warp: Any,
+            lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
     """The warps that multiply: this block's part of the context for all its query rows."""
     _stage_query(query, real, thread, shared, where, p)
     _convert_only_tile(early == 0, thread, shared, where, p)
     cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=32 * p.warps)
-    mix = [Float32(0.0)] * (4 * p.groups * p.column_tiles)
     best, total = [Float32(NONE)] * p.own_rows, [Float32(0.0)] * p.own_rows
+    plates = [range(i, min(i + p.together, p.column_tiles)) for i in range(0, p.column_tiles, p.together)]
     if cutlass.const_expr(p.tiles == 1):
-        mix, best, total = _take_tile(mix, best, total, limits, Int32(0), start, thread, warp, lane, shared, where, p)
+        tile, best, total = _weigh_tile(best, total, limits, Int32(0), start, thread, warp, lane, shared, where, p)
+        publish_sums(at, best, total, shared, where, p)
+        # some columns are on their way while others are multiplied, and hold no registers: the warp's barrier keeps
+        # the assembler from multiplying all of them first
+        for columns in plates:
+            nothing = [Float32(0.0)] * (4 * p.groups * len(columns))
+            mix = _multiply_mix(nothing, columns, tile, warp, lane, shared, where, p)
+            publish_mix(at, mix, columns, shared, where, p)
+            cute.arch.sync_warp()
     else:
+        mix = [Float32(0.0)] * p.sums
         for number in cutlass.range(tiles, unroll=1):
-            mix, best, total = _take_tile(mix, best, total, limits, number, start, thread, warp, lane, shared, where, p)
-    publish_part(at, place, mix, best, total, real, shared, where, p)
+            tile, best, total = _weigh_tile(best, total, limits, number, start, thread, warp, lane, shared, where, p)
+            mix = _multiply_mix(_fade(mix, lane, shared, where, p), range(p.column_tiles), tile, warp, lane, shared,
+                                where, p)
+            if cutlass.const_expr(not p.converts):
+                _free(number % p.slots, lane, shared, where, p)
+        publish_sums(at, best, total, shared, where, p)
+        _publish_all(at, mix, plates, shared, where, p)
+
+
+def _publish_all(at: Any, mix: list[Any], plates: list[range], shared: Any, where: Any, p: Static) -> None:
+    each = 4 * p.groups
+    for columns in plates:
+        publish_mix(at, mix[each * columns.start : each * columns.stop], columns, shared, where, p)
 
 
 # the launch
@@ -452,12 +487,11 @@ def _mla_attend(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
     shared = cute.arch.get_dyn_smem(cutlass.Uint8, 128).toint()
     _start(thread, shared, where, p)
     job, split = block // p.splits, block % p.splits
-    sequence, first_row = job // p.row_tiles, job % p.row_tiles * p.rows
+    sequence, first_row, real = find_rows(job, p)
     last, oldest = _find_positions(at, sequence, lane, p)
     start = split * p.chunk
     live = cutlass.min(cutlass.max(last + 1 - start, Int32(0)), Int32(p.chunk))
     tiles = (live + p.tile - 1) // p.tile
-    real = cutlass.min(p.queries - first_row, Int32(p.rows))
     limits = _find_limits(at, sequence, first_row, start + live, warp, lane, p)
     cute.arch.sync_threads()
     if warp == p.warps:
@@ -483,14 +517,12 @@ def _mla_attend(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
         if cutlass.const_expr(p.lends):
             cute.arch.setmaxregister_increase(BORROWED)
         cute.arch.barrier_arrive(barrier_id=COUNTED, number_of_threads=32 * p.warps + 32, aligned=False)
-        rows = Int64(sequence * p.queries + first_row)
+        keep(mine, (last + p.chunk) // p.chunk, shared, where)
+        cute.arch.sync_warp()
         if live > 0:
-            place = Int64(mine * MOST_BLOCKS + block)
-            query = at.query.toint() + rows * (2 * p.width)
-            _attend(at, limits, place, query, start, tiles, early, real, thread, warp, lane, shared, where, p)
-        parts = (last + p.chunk) // p.chunk
-        first_part = Int64(mine * MOST_BLOCKS + job * p.splits)
-        merge_parts(at, at.mixed.toint() + rows * (2 * p.latent), first_part, split, parts, real, p)
+            query = at.query.toint() + Int64(sequence * p.queries + first_row) * (2 * p.width)
+            _attend(at, limits, query, start, tiles, early, real, thread, warp, lane, shared, where, p)
+        merge_parts(at, shared, where, p)
 
 
 def bind(call: Call) -> Launch:

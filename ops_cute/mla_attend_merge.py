@@ -19,14 +19,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .mla_attend_plan import ROW_LANES, STEP, TILE_ROWS, WARP_ROWS, Static
-from .moe_parts import is_late, look, publish
+from .mla_attend_plan import MOST_BLOCKS, ROW_LANES, STEP, TILE_ROWS, WARP_ROWS, Static
+from .moe_parts import is_late, load_word, look, publish, store_word
 from .primitives import (
     WARP,
     Words,
     exp2,
     lane_xor,
     load_shared,
+    own_thread,
     pack,
     ptx,
     reciprocal,
@@ -58,9 +59,21 @@ def publish_fragment(at: Any, words: Words, guard: Any) -> None:
         [at, *words, Int32(guard)])
 
 
-def own_thread() -> Any:
-    """The thread's number, read where it is used: what follows from it takes no registers over a loop."""
-    return ptx("mov.u32 $0, %tid.x;", [Int32], [])
+def own_block() -> Any:
+    """The block's number, as ``own_thread``."""
+    return ptx("mov.u32 $0, %ctaid.x;", [Int32], [])
+
+
+def keep(parity: Any, live: Any, shared: Any, where: Any) -> None:
+    """Which part of the workspace this launch has, and how many parts of the context have live entries, for after the
+    loop over tiles, which needs all registers. Every warp stores them for itself."""
+    store_word(shared + where["kept"], parity)
+    store_word(shared + where["kept"] + 4, live)
+
+
+def _own_place(shared: Any, where: Any) -> tuple[Any, Any]:
+    """This block's number, and the row of the workspace that has what the first block left in this launch."""
+    return own_block(), Int64(load_word(shared + where["kept"]) * MOST_BLOCKS)
 
 
 def mark(condition: Any) -> Any:
@@ -94,33 +107,45 @@ def over_lanes(combine: Any, value: Any, first: int, end: int) -> Any:
     return over_lanes_each(combine, [value], first, end)[0]
 
 
+def find_rows(job: Any, p: Static) -> tuple[Any, Any, Any]:
+    """A job's sequence, its first query row there, and how many rows are some."""
+    first = job % p.row_tiles * p.rows
+    return job // p.row_tiles, first, cutlass.min(p.queries - first, Int32(p.rows))
+
+
 # a block's part
 
 
-def publish_part(at: Any, place: Any, mix: Any, best: Any, total: Any, real: Any, shared: Any, where: Any,
-             p: Static) -> None:
-    """This block's mix over its weights' sums, and log2 of these sums, for those who add up the parts."""
-    thread = own_thread()
-    warp, lane = thread // WARP, thread % WARP
+def publish_sums(at: Any, best: list[Any], total: list[Any], shared: Any, where: Any, p: Static) -> None:
+    """log2 of the sums of this block's weights, for those who add up the parts."""
+    thread, (block, first) = own_thread(), _own_place(shared, where)
+    warp, lane, place = thread // WARP, thread % WARP, first + Int64(block)
     for i in range(p.own_rows):
         row = warp * WARP_ROWS + lane // ROW_LANES + i * p.warps * WARP_ROWS
         word = (best[i] + log2(total[i])).bitcast(Int32)
         publish(at.sums.toint() + (place * p.rows + Int64(row)) * 4, select(word == 0, Int32(MINUS_ZERO), word),
                 mark((lane % ROW_LANES == 0) & (row < p.rows)))
-    q = lane & 3
+
+
+def publish_mix(at: Any, mix: list[Any], columns: range, shared: Any, where: Any, p: Static) -> None:
+    """The tiles ``columns`` of this warp's latent columns of the mix, a fragment of each lane, over the weights'
+    sums."""
+    thread, (block, first) = own_thread(), _own_place(shared, where)
+    warp, lane, place = thread // WARP, thread % WARP, first + Int64(block)
+    real = find_rows(block // p.splits, p)[2]
+    q, plate = lane & 3, columns.start // p.together
     for group in range(p.groups):
         inverse = load_shared(shared + where["inverse"] + (group * TILE_ROWS + 2 * q) * 4, 2)
-        for plate in range(p.plates):
-            values = []
-            for i in range(plate * p.together, (plate + 1) * p.together):
-                own = mix[4 * (i * p.groups + group) :][:4] if i < p.column_tiles else [Float32(0.0)] * 4
-                values += [value * inverse[v % 2] for v, value in enumerate(own)]
-            words = [value.bitcast(Int32) for value in values] if p.wide else pack(values)
-            nothing = MINUS_ZERO if p.wide else MINUS_ZEROS
-            fragment = Int64(((group * p.warps + warp) * p.plates + plate) * 32 + lane)
-            publish_fragment(at.mixes.toint() + (place * p.fragments + fragment) * FRAGMENT,
-                             [select(word == 0, Int32(nothing), word) for word in words],
-                             mark(group * TILE_ROWS + 2 * q < real))
+        values = []
+        for i in range(p.together):
+            own = mix[4 * (i * p.groups + group) :][:4] if i < len(columns) else [Float32(0.0)] * 4
+            values += [value * inverse[v % 2] for v, value in enumerate(own)]
+        words = [value.bitcast(Int32) for value in values] if p.wide else pack(values)
+        nothing = MINUS_ZERO if p.wide else MINUS_ZEROS
+        fragment = Int64(((group * p.warps + warp) * p.plates + plate) * 32 + lane)
+        publish_fragment(at.mixes.toint() + (place * p.fragments + fragment) * FRAGMENT,
+                         [select(word == 0, Int32(nothing), word) for word in words],
+                         mark(group * TILE_ROWS + 2 * q < real))
 
 
 # all parts
@@ -187,11 +212,15 @@ def _store(out: Any, values: list[Any], first: Any, same: int, fragment: Any, ro
 
 
 @cute.jit
-def merge_parts(at: Any, out: Any, rows: Any, split: Any, live: Any, real: Any, p: cutlass.Constexpr):
-    """The warps that multiply: a piece of the fragments of ``live`` parts, whose mixes begin at row ``rows`` of the
-    workspace. Nothing is shared between warps."""
-    thread = own_thread()
-    warp, lane = thread // WARP, thread % WARP
+def merge_parts(at: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The warps that multiply: this block's piece of the fragments of all live parts. Nothing is shared between warps.
+    """
+    thread, (block, first) = own_thread(), _own_place(shared, where)
+    warp, lane, live = thread // WARP, thread % WARP, load_word(shared + where["kept"] + 4)
+    job, split = block // p.splits, block % p.splits
+    sequence, first_row, real = find_rows(job, p)
+    rows = first + Int64(job * p.splits)
+    out = at.mixed.toint() + Int64(sequence * p.queries + first_row) * (2 * p.latent)
     part, group = (lane >> 1) & (p.lanes - 1), (lane >> 1) // p.lanes
     for turn in cutlass.range(p.rounds, unroll=1):
         unit = (turn * p.warps + warp) * p.units + group
@@ -216,5 +245,5 @@ def merge_parts(at: Any, out: Any, rows: Any, split: Any, live: Any, real: Any, 
         for i in cutlass.range_constexpr(p.each):
             own = [word.bitcast(Float32) for word in words[i]] if p.wide else unpack(words[i])
             mixed = [a + shares[v % 2][i] * value for v, (a, value) in enumerate(zip(mixed, own, strict=True))]
-        held, first, same = _sum_parts(mixed, lane, p)
-        _store(out, held, first, same, fragment, row, real, mark(wanted), lane, p)
+        held, number, same = _sum_parts(mixed, lane, p)
+        _store(out, held, number, same, fragment, row, real, mark(wanted), lane, p)

@@ -139,15 +139,6 @@ class Shape:
         return 4 * self.groups * self.column_tiles
 
     @property
-    def lends(self) -> bool:
-        return self.warps == 8 and self.sums > FEW_SUMS
-
-    @property
-    def threads(self) -> int:
-        """The copier is behind the warps that multiply, in a group of four where registers are lent."""
-        return 32 * (self.warps + (4 if self.lends else 1))
-
-    @property
     def own_rows(self) -> int:
         """Query rows whose softmax a group of lanes does."""
         return per(self.rows, self.warps * WARP_ROWS)
@@ -221,7 +212,7 @@ class Shape:
         return lay_out({
             "ring": slots * self.slot_bytes, "converted": converted, "query": self.rows * self.pitch,
             "scores": 4 * self.parts * self.rows * self.score_pitch, "weights": self.rows * self.weight_pitch,
-            "fade": 4 * self.rows, "inverse": 4 * self.rows, "full": 8 * slots, "empty": 8 * slots,
+            "fade": 4 * self.rows, "inverse": 4 * self.rows, "kept": 8, "full": 8 * slots, "empty": 8 * slots,
         }, {"ring": 128})
 
 
@@ -251,6 +242,15 @@ class Static(Shape):
     @property
     def slots(self) -> int:
         return min(self.most_slots, self.tiles)
+
+    @property
+    def lends(self) -> bool:
+        return self.warps == 8 and self.sums > FEW_SUMS and self.tiles > 1
+
+    @property
+    def threads(self) -> int:
+        """The copier is behind the warps that multiply, in a group of four where registers are lent."""
+        return 32 * (self.warps + (4 if self.lends else 1))
 
     # the merge
 
