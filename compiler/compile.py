@@ -15,6 +15,7 @@ from .covering.cover import Choice, Cover, cover
 from .covering.match import find_regions
 from .covering.order import FREE_OPS
 from .device import load_device
+from .errors import GraphError
 from .ir import Graph
 from .kernel import KernelDef, Menu, Region
 from .memory import lay_out
@@ -163,6 +164,8 @@ def _launches(
         index = choices.setdefault(repr(record), len(stored))
         if index == len(stored):
             stored.append(record)
+        if slot.dependent and not {region.binding[name] for name in region.kernel.early} <= set(early.inputs):
+            raise GraphError(f"{_launch_id(region)}: {choice.kernel} may read {region.kernel.early} too early")
         launches.append(Launch(
             id=_launch_id(region), choice=index, layer=last.layer, stage=last.stage, inputs=region.inputs,
             outputs=region.outputs, nodes=tuple(n.name for n in region.nodes if n.op not in FREE_OPS),

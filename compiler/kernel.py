@@ -45,6 +45,7 @@ class KernelDef:
     configs: Callable[[Region], Sequence[Mapping[str, Any]]] | None = None  # worth timing, the default first
     # whether, in a configuration, every block lets the next launch start only after its own wait (``settled.py``)
     late: Callable[[Mapping[str, Any]], bool] = field(default=lambda config: False)
+    early: tuple[str, ...] = ()  # pattern names of activations that it reads before its wait in every plan
     note: str = ""
 
     def __post_init__(self) -> None:

@@ -174,6 +174,7 @@ def _define(name: str, entry: str, lines: tuple[str, ...], exports: str, note: s
 def _experts() -> Iterator[KernelDef]:
     packed: dict[str, Any] = {"needs": _needs_packed}
     late: dict[str, Any] = {"late": lambda config: True}  # they wait and then let the next launch start
+    down: dict[str, Any] = {**packed, "early": ("ids",)}  # settled by those
     plain: dict[str, Any] = {"needs": _needs_plain, "configs": _dense_configs}
     yield _define("experts_gate_up", EXPERTS, (GATE_UP,), "gate, up", "W1 and W3", configs=_gate_up_configs, **packed,
                   **late)
@@ -187,12 +188,12 @@ def _experts() -> Iterator[KernelDef]:
         yield _define(f"experts_{short}", EXPERTS, (GATE_UP, activation, DOWN, COMBINE), "out",
                       "W1, W3, activation, W2 and the weighted sum", configs=_chain_configs, scratch=_chain_scratch,
                       **packed, **late)
-    yield _define("experts_down", BY_PAIR, (DOWN,), "pairs", "W2", configs=_by_pair_configs, **packed)
+    yield _define("experts_down", BY_PAIR, (DOWN,), "pairs", "W2", configs=_by_pair_configs, **down)
     yield _define("experts_down_dense", DENSE, (DOWN_DENSE,), "pairs", "W2", **plain)
     yield _define("experts_down_combine", EXPERTS, (DOWN, COMBINE), "out", "W2 and the weighted sum, a token a block",
-                  configs=_down_configs, **packed)
+                  configs=_down_configs, **down)
     yield _define("experts_down_by_pair", BY_PAIR, (DOWN, COMBINE), "out", "W2 and the weighted sum, a pair a block",
-                  configs=_by_pair_configs, scratch=_by_pair_scratch, **packed)
+                  configs=_by_pair_configs, scratch=_by_pair_scratch, **down)
     yield _define("experts_down_combine_dense", DENSE, (DOWN_DENSE, COMBINE), "out", "W2 and the weighted sum", **plain)
     yield _define("experts_combine", f"{BY_PAIR}_combine", (COMBINE,), "out", "the weighted sum",
                   configs=lambda region: [{"columns": 256, "warps": 4}, {"columns": 128, "warps": 1}])

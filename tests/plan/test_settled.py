@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from small_graphs import graph, kernel
 
 from k3plan.compiler.compile import compile_spec
+from k3plan.compiler.errors import GraphError
 from k3plan.compiler.explain import explain
 from k3plan.compiler.ir import Graph
 from k3plan.compiler.kernel import KernelDef, Region
@@ -255,6 +256,17 @@ def test_ids_that_are_read_early_are_settled() -> None:
                 seen += 1
                 assert launch.names["ids"] in launch.settled, launch.id
     assert seen
+
+
+def test_a_kernel_that_reads_early_what_is_not_settled_is_refused() -> None:
+    """No late launch is left between the router and ``experts_down*``."""
+    spec = load_spec(EXAMPLES / "k3-h200-tp16.yaml", ("model.layers=[0, 1]",))
+    whole = ("triton.experts_situ", "triton.moe_front")
+    menu = [k for k in kernels() if not k.id.startswith("cute.") and k.id not in whole]
+    compile_spec(spec, menu, tuning("h200"))
+    early = [replace(k, late=lambda config: False) if "experts_gate_up" in k.id else k for k in menu]
+    with pytest.raises(GraphError, match="may read \\('ids',\\) too early"):
+        compile_spec(spec, early, tuning("h200"))
 
 
 def test_explain_says_who_settles_what() -> None:
