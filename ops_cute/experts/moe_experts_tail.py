@@ -13,7 +13,9 @@ store a fragment each. Parts of the shared columns go from the finishers' regist
 
 What it saves against the experts and ``moe_tail``: the end of a launch and the begin of the next, whose blocks find no
 room before the experts' have left (6.9 us in a step for what takes 4.9 in a chain of its like; one H200, TP16, one
-row), and the latent's way through memory. What it costs: the hop of the summed latent. Not timed.
+row), and the latent's way through memory. What it costs: the hop of the summed latent, and the shared memory that the next
+layer's in-projection fills ahead while a small tail runs: here the blocks keep it until their columns are sent. Which
+is more, only a step can tell. Not timed.
 
 Waits: those of ``moe_experts.py``, then (0) "parts of the latent", (1) "parts of the shared columns", (2) "summed
 latent" of this rank, (3) "finished columns" of all ranks. No block waits in a stage before it has sent all that it has
@@ -99,7 +101,7 @@ def _moe_experts_tail(arguments: Any, names: cutlass.Constexpr, p: cutlass.Const
     pointers = _pointers(at)
     where = p.place()
     shared = cute.arch.get_dyn_smem(cutlass.Uint8, 128).toint()
-    set_up_tail(thread, shared, where, p)
+    set_up_tail(at, thread, shared, where, p)
     set_up(thread, shared, where, p)
     cute.arch.sync_threads()
     if cutlass.const_expr(p.phase in (WHOLE, EXPERTS)):
@@ -111,13 +113,13 @@ def _moe_experts_tail(arguments: Any, names: cutlass.Constexpr, p: cutlass.Const
     if cutlass.const_expr(p.phase in (WHOLE, EXPERTS)):
         # what a mailbox knows is not to take registers of the experts' warps: it is made anew behind them
         store_word(shared + where["epoch"], box.epoch, Int32(thread == 0))
-        kept = Kept(at, box, shared, where, p)
+        kept = Kept(box, shared, where, p)
         run_experts(pointers, at["act"], None, box.epoch, kept.side, kept.column, thread, block, shared, where, p)
         # all have read the epoch, the ring and the sums of the experts
         cute.arch.sync_threads()
         thread = own_thread()
         box = _mailbox(at, block, load_word(shared + where["epoch"]), p)
-        send_parts(at, box, thread, block, shared, where, p)
+        send_parts(box, thread, block, shared, where, p)
     if cutlass.const_expr(p.phase in (WHOLE, COLLECT)):
         arm(box, thread, block, p)
     looked = look_at_shared(box, thread, block, p) if p.phase in (WHOLE, FINISH) else None
@@ -131,7 +133,7 @@ def _moe_experts_tail(arguments: Any, names: cutlass.Constexpr, p: cutlass.Const
         cute.arch.sync_threads()
         finish_rows(thread, shared, where, p)
         cute.arch.sync_threads()
-        send_finished(at, box, thread, block, shared, where, p)
+        send_finished(box, thread, block, shared, where, p)
     if cutlass.const_expr(p.phase in (WHOLE, COLLECT)):
         if cutlass.const_expr(isinstance(p, Mixed)):
             _mix(at, box.look, box.wait, box.report, thread, block, shared, where, p)

@@ -41,8 +41,8 @@ def _flag(condition: Any) -> Any:
 class Kept:
     """What the experts' warps leave: parts of the latent in shared memory, parts of the shared columns on their way."""
 
-    def __init__(self, at: Addresses, box: Mailbox, shared: Any, where: Any, p: Tail) -> None:
-        self.at, self.send, self.parts, self.p = at, box.send, shared + where["parts"], p
+    def __init__(self, box: Mailbox, shared: Any, where: Any, p: Tail) -> None:
+        self.send, self.shared, self.where, self.p = box.send, shared, where, p
 
     def side(self, words: Any, unit: Any, lane: Any) -> None:
         """16 columns of a rank: row r of two tokens in a lane's first word, row r + 8 in the second. Lanes of rows 0 to
@@ -60,10 +60,23 @@ class Kept:
         real = (row < 4) & (token < p.tokens) & (unit < p.side_units)
         unit = select(real, unit, Int32(0))
         fragment = p.at_shared + token * (p.stripe // PACK) + 2 * (unit % each) + ((row >> 1) & 1)
-        self.send(fragment, own, self.at.peer(unit // each), guard=_flag(real))
+        self.send(fragment, own, peer_of(unit // each, self.shared, self.where), guard=_flag(real))
 
     def column(self, token: Any, row: Any, value: Any) -> None:
-        store_shared(self.parts + 4 * (token * (PACK * self.p.each) + row), [value])
+        store_shared(self.shared + self.where["parts"] + 4 * (token * (PACK * self.p.each) + row), [value])
+
+
+def keep_peers(at: Addresses, thread: Any, shared: Any, where: Any, p: Tail) -> None:
+    """The ranks' mailboxes in shared memory: nobody is to wait for an address when it has something to send."""
+    real = thread < p.ranks
+    peer = at.peer(select(real, thread, Int32(0)))
+    words = [Int32(peer), Int32(peer >> 32)]
+    store_shared(shared + where["peers"] + 8 * thread, [word.bitcast(Float32) for word in words], guard=real)
+
+
+def peer_of(rank: Any, shared: Any, where: Any) -> Any:
+    low, high = (word.bitcast(Int32) for word in load_shared(shared + where["peers"] + 8 * rank, 2))
+    return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
 
 
 def clear(thread: Any, shared: Any, where: Any, p: Tail) -> None:
@@ -74,13 +87,14 @@ def clear(thread: Any, shared: Any, where: Any, p: Tail) -> None:
 
 
 @cute.jit
-def set_up_tail(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+def set_up_tail(at: Any, thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
     """The barrier of the up-projection's weights, before ``set_up`` tells the copy engine of all."""
     if thread == 0:
         init_barrier(shared + where["up_full"], 1)
         if cutlass.const_expr("sources_full" in where):
             init_barrier(shared + where["sources_full"], 1)
     clear(thread, shared, where, p)
+    keep_peers(at, thread, shared, where, p)
 
 
 @cute.jit
@@ -102,7 +116,7 @@ def _eight(at: Any) -> list[Any]:
     return pack([*load_shared(at, 4), *load_shared(at + 16, 4)])
 
 
-def send_parts(at: Addresses, box: Mailbox, thread: Any, block: Any, shared: Any, where: Any, p: Tail) -> None:
+def send_parts(box: Mailbox, thread: Any, block: Any, shared: Any, where: Any, p: Tail) -> None:
     """This block's columns of the latent to the same block of every rank."""
     turn, own = p.blocks - 1 - block, p.tokens * p.each
     for start in range(0, own * p.ranks, p.threads):
@@ -111,7 +125,8 @@ def send_parts(at: Addresses, box: Mailbox, thread: Any, block: Any, shared: Any
         item = select(real, item, Int32(0))
         rest, rank = item % own, item // own
         fragment = rest // p.each * p.of_row + turn * p.each + rest % p.each
-        box.send(fragment, _eight(shared + where["parts"] + rest * (4 * PACK)), at.peer(rank), guard=_flag(real))
+        box.send(fragment, _eight(shared + where["parts"] + rest * (4 * PACK)), peer_of(rank, shared, where),
+                 guard=_flag(real))
 
 
 def arm(box: Mailbox, thread: Any, block: Any, p: Tail) -> None:
@@ -241,7 +256,7 @@ def finish_rows(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.C
         store_shared(shared + where["finished"] + place, [total * scale + beside])
 
 
-def send_finished(at: Addresses, box: Mailbox, thread: Any, block: Any, shared: Any, where: Any, p: Tail) -> None:
+def send_finished(box: Mailbox, thread: Any, block: Any, shared: Any, where: Any, p: Tail) -> None:
     """This block's columns of the result to all ranks."""
     for start in range(0, p.tokens * p.ranks, p.threads):
         item = thread + start
@@ -249,7 +264,7 @@ def send_finished(at: Addresses, box: Mailbox, thread: Any, block: Any, shared: 
         item = select(real, item, Int32(0))
         token, fragment = item // p.ranks, p.at_finished + item // p.ranks * p.owners + select(real, block, Int32(0))
         words = _eight(shared + where["finished"] + token * (4 * ROWS))
-        box.send(fragment, words, at.peer(item % p.ranks), guard=_flag(real))
+        box.send(fragment, words, peer_of(item % p.ranks, shared, where), guard=_flag(real))
 
 
 def collect(at: Addresses, box: Mailbox, thread: Any, block: Any, p: Tail) -> None:

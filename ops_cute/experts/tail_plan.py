@@ -114,6 +114,7 @@ class Tail(Static):
         found |= lay_out({
             "up": self.outputs * self.pitch, "up_full": 8, "parts": 4 * self.tokens * PACK * self.each,
             "shared": 4 * self.tokens * ROWS, "finished": 4 * self.tokens * ROWS, "epoch": 4,
+            "peers": 8 * self.ranks,
         }, start=found["end"])
         inside = lay_out({"rows": self.tokens * self.pitch, "squares": 4 * self.latents,
                           "products": 4 * self.warps * ROWS * 8, "square": 4 * self.tokens}, start=found["ring"])
