@@ -13,9 +13,9 @@ store a fragment each. Parts of the shared columns go from the finishers' regist
 
 What it saves against the experts and ``moe_tail``: the end of a launch and the begin of the next, whose blocks find no
 room before the experts' have left (6.9 us in a step for what takes 4.9 in a chain of its like; one H200, TP16, one
-row), and the latent's way through memory. What it costs: the hop of the summed latent, and the shared memory that the next
-layer's in-projection fills ahead while a small tail runs: here the blocks keep it until their columns are sent. Which
-is more, only a step can tell. Not timed.
+row), and the latent's way through memory. What it costs: the hop of the summed latent, and the shared memory that the
+next layer's in-projection fills ahead while a small tail runs: here the blocks keep it until their columns are sent.
+Which is more, only a step can tell. Not timed.
 
 Waits: those of ``moe_experts.py``, then (0) "parts of the latent", (1) "parts of the shared columns", (2) "summed
 latent" of this rank, (3) "finished columns" of all ranks. No block waits in a stage before it has sent all that it has
