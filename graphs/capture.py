@@ -59,8 +59,9 @@ class CapturedStep:
         torch.cuda.synchronize()
         return start.elapsed_time(end) * 1e3 / replays
 
-    def host_us(self, replays: int = 50) -> float:
-        """Median us that the host needs to start a replay; the GPU is idle before each, as in a decode loop."""
+    def host_us(self, replays: int = 50) -> tuple[float, float]:
+        """Median and least us that the host needs to start a replay; the GPU is idle before each, as in a decode loop.
+        A median far above the least is a host that had other work."""
         times = []
         for _ in range(replays):
             torch.cuda.synchronize()
@@ -68,7 +69,7 @@ class CapturedStep:
             self.graph.replay()
             times.append((time.perf_counter() - started) * 1e6)
         torch.cuda.synchronize()
-        return statistics.median(times)
+        return statistics.median(times), min(times)
 
 
 def replay_us(graph: Any, replays: int) -> float:

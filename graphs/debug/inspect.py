@@ -276,6 +276,7 @@ def _title(record: Record) -> str:
 def _costs(record: Record) -> str:
     replay = "replay not timed" if record.replay_us is None else f"replay {record.replay_us / 1e3:.3f} ms"
     host = "" if record.host_us is None else f", {record.host_us:.1f} us of the host"
+    host += "" if record.host_least_us is None else f" ({record.host_least_us:.1f} at least)"
     queued = "" if record.queued_us is None else f", {record.queued_us / 1e3:.3f} ms when queued behind another"
     host += "".join(f" ({note})" for note in record.notes)
     taken = size(record.captured_bytes + record.graph_bytes)

@@ -141,9 +141,10 @@ class Pointer:
 @dataclass(frozen=True)
 class Record:
     """One captured step. ``replay_us`` is from the start of a lone replay to its end, ``queued_us`` of a replay queued
-    behind another one, ``host_us`` what the host needs to start one. ``captured_bytes`` is device memory that the
-    capture took through torch, ``graph_bytes`` what the driver took for the graph. ``capture_s`` is warming up and
-    capturing, ``compile_s`` compiling before that: of several buckets all together, at the first."""
+    behind another one, ``host_us`` what the host needs to start one, ``host_least_us`` at the least. ``captured_bytes``
+    is device memory that the capture took through torch, ``graph_bytes`` what the driver took for the graph.
+    ``capture_s`` is warming up and capturing, ``compile_s`` compiling before that: of several buckets all together, at
+    the first."""
 
     plan_key: str
     machine: Machine
@@ -159,6 +160,7 @@ class Record:
     capture_s: float = 0.0
     graph_bytes: int = 0
     compile_s: float = 0.0
+    host_least_us: float | None = None
     notes: tuple[str, ...] = ()
     version: int = VERSION
 
@@ -169,6 +171,7 @@ class Record:
                  "bucket": vars(self.bucket), "replay_us": self.replay_us, "host_us": self.host_us,
                  "queued_us": self.queued_us, "captured_bytes": self.captured_bytes, "capture_s": self.capture_s,
                  "graph_bytes": self.graph_bytes, "compile_s": self.compile_s, "notes": self.notes,
+                 "host_least_us": self.host_least_us,
                  "columns": {name: _columns(kind) for name, kind in _TABLES.items()}}
         body = [f'"{name}": {json.dumps(value)}' for name, value in plain.items()]
         for name, rows in tables.items():
@@ -194,7 +197,7 @@ class Record:
                    **rows, replay_us=data["replay_us"], host_us=data["host_us"], queued_us=data.get("queued_us"),
                    captured_bytes=data["captured_bytes"], capture_s=data["capture_s"],
                    graph_bytes=data.get("graph_bytes", 0), compile_s=data.get("compile_s", 0.0),
-                   notes=tuple(data["notes"]))
+                   host_least_us=data.get("host_least_us"), notes=tuple(data["notes"]))
 
     def save(self, path: str | Path) -> None:
         """Writes ``to_json`` to a file."""

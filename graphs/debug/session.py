@@ -54,7 +54,8 @@ def bucket_costs(records: Sequence[Record]) -> list[dict[str, Any]]:
     """What each bucket cost and costs, as plain data."""
     return [{"bucket": str(r.bucket), "plan": r.plan_key, "launches": len(r.launches), "nodes": len(r.nodes),
              "compile_s": r.compile_s, "capture_s": r.capture_s, "captured_bytes": r.captured_bytes,
-             "graph_bytes": r.graph_bytes, "replay_us": r.replay_us, "queued_us": r.queued_us, "host_us": r.host_us}
+             "graph_bytes": r.graph_bytes, "replay_us": r.replay_us, "queued_us": r.queued_us, "host_us": r.host_us,
+             "host_least_us": r.host_least_us}
             for r in records]
 
 
@@ -63,9 +64,10 @@ def bucket_table(records: Sequence[Record]) -> str:
     rows = [(c["bucket"], str(c["launches"]), str(c["nodes"]), f"{c['compile_s']:.1f}", f"{c['capture_s']:.2f}",
              size(c["captured_bytes"]), size(c["graph_bytes"]),
              *("-" if c[n] is None else f"{c[n] / 1e3:.3f}" for n in ("replay_us", "queued_us")),
-             "-" if c["host_us"] is None else f"{c['host_us']:.1f}") for c in bucket_costs(records)]
+             *("-" if c[n] is None else f"{c[n]:.1f}" for n in ("host_us", "host_least_us")))
+            for c in bucket_costs(records)]
     head = ("bucket", "launches", "nodes", "compile s", "capture s", "taken", "graph", "replay ms", "queued ms",
-            "host us")
+            "host us", "least")
     return table(head, rows, left=1)
 
 

@@ -61,8 +61,9 @@ def time_replay(step: CapturedStep, record: Record) -> Record:
     before), so of several captures all are timed before one is profiled; the record notes it when that was too late.
     """
     notes = (*record.notes, PROFILED) if _profiled else record.notes
+    host, least = step.host_us()
     return replace(record, replay_us=round(step.time_us(), 3), queued_us=round(step.queued_us(), 3),
-                   host_us=round(step.host_us(), 3), notes=notes)
+                   host_us=round(host, 3), host_least_us=round(least, 3), notes=notes)
 
 
 def time_launches(step: CapturedStep, record: Record, replays: int = REPLAYS) -> Record:
