@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,7 +68,8 @@ def record(plan: PlanFile,
     settings = [*(set_ or ()), *_row_settings(rows)]
     plans = compile_buckets(plan, settings) if buckets else [compile_plan(plan, settings)]
     by_key = {one.key: one for one in plans}
-    found = list(record_buckets(plans, timed=timed) if buckets else [record_random(plans[0], timed=timed)])
+    found = list(record_buckets(plans, timed=timed, say=partial(typer.echo, err=True)) if buckets
+                 else [record_random(plans[0], timed=timed)])
     out.parent.mkdir(parents=True, exist_ok=True)
     for one in found:
         path = out.with_name(f"{out.stem}-{one.bucket}.json") if buckets else out

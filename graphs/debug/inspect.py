@@ -113,7 +113,7 @@ def inspect(plan: LaunchPlan, record: Record, origins: Mapping[str, Origin] | No
         programmatic_lost=tuple((plan.launches[i].id, text) for i, text in lost), programmatic_unplanned=unplanned,
         streams=dict(sorted(Counter(node.stream for node in record.nodes).items())),
         forks=sum(n > 1 for n in sources.values()), joins=tuple(sorted(t for t, n in targets.items() if n > 1)),
-        path=critical_path(plan, record), functions=_functions(record.nodes), costs=_costs(record),
+        path=critical_path(plan, record), functions=_functions(record.nodes), costs=costs_text(record),
         findings=tuple(findings))
 
 
@@ -155,7 +155,7 @@ def compare_buckets(records: Sequence[Record]) -> list[Finding]:
                     findings.append(find("CG-016", f"{name} is at one address in the graphs of buckets {other.bucket} "
                                                    f"and {record.bucket}"))
     for record in sorted(records, key=lambda r: -r.captured_bytes):
-        findings.append(find("CG-054", f"bucket {record.bucket}: {_costs(record)}"))
+        findings.append(find("CG-054", f"bucket {record.bucket}: {costs_text(record)}"))
     return findings
 
 
@@ -273,7 +273,7 @@ def _title(record: Record) -> str:
             f"torch {m.torch}, triton {m.triton})")
 
 
-def _costs(record: Record) -> str:
+def costs_text(record: Record) -> str:
     replay = "replay not timed" if record.replay_us is None else f"replay {record.replay_us / 1e3:.3f} ms"
     host = "" if record.host_us is None else f", {record.host_us:.1f} us of the host"
     host += "" if record.host_least_us is None else f" ({record.host_least_us:.1f} at least)"

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..bench_step import bind_random, live_inputs
 from ..buckets import bind_buckets, clear_inputs
 from ..precompile import compile_launches
 from ..random_weights import RankRandom
+from .inspect import costs_text
 from .record import Record
 from .time import time_capture, time_launches, time_replay
 from .walk import record_capture
@@ -31,8 +32,10 @@ def record_random(plan: LaunchPlan, *, seed: int = 0, timed: bool = True) -> Rec
     return time_capture(step, record) if timed else record
 
 
-def record_buckets(plans: Sequence[LaunchPlan], *, seed: int = 0, timed: bool = True) -> Iterator[Record]:
-    """The same for the plans of several buckets over one set of weights and one pool, most sequences first."""
+def record_buckets(plans: Sequence[LaunchPlan], *, seed: int = 0, timed: bool = True,
+                   say: Callable[[str], None] = lambda line: None) -> Iterator[Record]:
+    """The same for the plans of several buckets over one set of weights and one pool, most sequences first. ``say``
+    hears of each capture at once: all are timed launch by launch at the end."""
     _need_gpu()
     pool, captured = None, []
     executables = bind_buckets(plans, RankRandom(seed), device="cuda", transport="loopback").executables
@@ -46,6 +49,7 @@ def record_buckets(plans: Sequence[LaunchPlan], *, seed: int = 0, timed: bool = 
             pool, record = step.graph.pool(), replace(record, compile_s=round(compile_s, 3))
         executable.write(**live_inputs(executable.plan, seed))
         captured.append((step, time_replay(step, record) if timed else record))
+        say(f"bucket {record.bucket}: {costs_text(captured[-1][1])}")
     for step, record in captured:
         yield time_launches(step, record) if timed else record
 
