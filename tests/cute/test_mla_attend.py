@@ -135,6 +135,7 @@ CASES: dict[str, tuple[list[int], int, dict[str, Any]]] = {
     "fp8-two-tiles-of-more": ([100, 101], 1, {**FP8, "query": 2, "tile": 32, "slots": 4, "warps": 2}),
     # a TP16 rank of Kimi K3 at one row and at 8 verify rows: columns, heads and warps, few and short parts
     "k3-one-row": ([100], 3, {"latent": 512, "rest": 64, "heads": 6}),
+    "k3-fp8": ([100], 3, {**FP8, "latent": 512, "rest": 64, "heads": 6}),
     "k3-verify": ([*range(92, 100)], 3, {"latent": 512, "rest": 64, "heads": 6, "query": 8}),
 }
 
