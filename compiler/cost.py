@@ -18,6 +18,7 @@ from .tuning import Tuning, shape_key
 
 # a kernel that reads less cold memory than this hides it in its boundary (H200: 1.2 us is 2 MB less the ramp)
 COLD_BYTES = 256 * 1024
+FEW_ROWS = 8  # up to here a product is its weights' bytes, and the library wastes half of its smallest tile
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,10 @@ def torch_launches(region: Region) -> int:
     return OPS[region.nodes[0].op].aten if region.kernel.entry.startswith("op:") else 1
 
 
+def _rows(region: Region) -> int:
+    return region.graph.values[region.nodes[0].inputs[0]].shape[0]
+
+
 def cost_model(device: Device, tuning: Tuning, ranks: int) -> Callable[[Region], Cost]:
     """The planner's price of a region on ``device`` in a step on ``ranks`` ranks."""
 
@@ -71,8 +76,10 @@ def cost_model(device: Device, tuning: Tuning, ranks: int) -> Callable[[Region],
         if setting.near is not None and setting.near.model_us:
             factor = max(1.0, setting.near.us / setting.near.model_us)
             us, source = us * factor, f"{source}, x {factor:.2f} as at the nearest measured shape"
-        # how fast the library's products are stands in the device table; of torch's other ops nobody timed any here
-        timed = setting.comparable or region.kernel.entry == LIBRARY_PRODUCT
+        # what the library's products reach of the bandwidth stands in the table of a GPU that was measured; with more
+        # rows nobody writes a better one. Of torch's other ops nobody timed any
+        product = region.kernel.entry == LIBRARY_PRODUCT
+        timed = setting.comparable or (product and (tuning.measured or _rows(region) > FEW_ROWS))
         return Cost(us + extra, moved, counted.flops, False, source + why, timed)
 
     return price

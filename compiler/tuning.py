@@ -69,6 +69,11 @@ class Tuning:
             self._by_kernel.setdefault(line.kernel, []).append(line)
         self._settings: dict[tuple[str, str], Setting] = {}
 
+    @property
+    def measured(self) -> bool:
+        """Whether anything was timed on this GPU."""
+        return bool(self._exact)
+
     def setting(self, region: Region) -> Setting:
         """Configuration of ``region``: its own, the nearest shape's, or the kernel's first candidate."""
         key = shape_key(region)

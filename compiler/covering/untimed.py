@@ -2,8 +2,8 @@
 
 A model's price is a guess from bytes and flops; it knows nothing of how well a kernel is written. Where the nodes of
 such a kernel could be computed by kernels with times of this GPU, the guess is raised to just above their sum. Where
-nothing is timed all are guesses and compete as they are; the library's product counts as timed on every GPU, also on
-one that nobody has measured (``cost.py``).
+nothing is timed (a GPU that nobody has measured) all are guesses and compete as they are, but for the library's product
+of more than a few rows, which counts as timed everywhere (``cost.py``).
 """
 from __future__ import annotations
 

@@ -252,6 +252,25 @@ def test_layers_have_as_many_launches_as_promised(query: int) -> None:
         assert (names[0], names[-1]) == ("cute.moe_experts_tail_add_attn_res", "cute.moe_front_sharded")
 
 
+def test_on_a_gpu_that_nobody_measured_all_prices_are_guesses() -> None:
+    """The library's product has no advance there: in-projections of a GB300 are the CuTe DSL's, by the model."""
+    plan = compile_spec(load_spec(K3, ("model.layers=[1, 3]",)), kernels(), tuning("gb300"))
+    (found,) = {plan.choice(x).kernel for x in plan.launches if x.id.endswith("attn.in_proj")}
+    assert found.startswith("cute.")
+    assert not [reason for choice in plan.choices for *_, reason in choice.losers if "never timed" in reason]
+
+
+@pytest.mark.parametrize(("query", "kda", "mla"), [(1, 8, 11), (8, 9, 12)])
+def test_an_h200_has_as_many_launches_as_measured(query: int, kda: int, mla: int) -> None:
+    """A layer with experts: 10 and 13 at most are promised at one row."""
+    plan = compile_spec(load_spec(K3.with_name("k3-h200-tp16.yaml"), (f"step.query={query}",)), kernels(),
+                        tuning("h200"))
+    attention, mlp = plan.spec.model.attention, plan.spec.model.mlp
+    counts = {kind: {sum(launch.layer == layer for launch in plan.launches) for layer in range(2, len(mlp) - 1)
+                     if attention[layer] == kind} for kind in ("kda", "mla")}
+    assert counts == {"kda": {kda}, "mla": {mla}}
+
+
 def test_a_kernel_that_was_never_timed_leaves_the_h200_its_timed_ones() -> None:
     experts = {"cute.moe_experts", "cute.moe_experts_shared"}
     for query in (1, 8):
