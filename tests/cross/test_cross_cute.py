@@ -1,6 +1,7 @@
 """Every CuTe DSL kernel compiles for the GPUs that we name, without one: registers, spills and shared memory.
 
-The golden table belongs to one version of the DSL, which it names; under another version only the limits hold.
+The golden table belongs to one version of the DSL, which it names; under another version only the limits hold. Two
+to three minutes of processor time on all cores where nothing is cached, 10 s where nothing has changed.
 UPDATE_GOLDEN=1 rewrites it.
 """
 from __future__ import annotations
@@ -24,9 +25,6 @@ GOLDEN = ROOT / "tests/golden/cross/cute.json"
 
 # bytes a thread: cute.moe_experts at one row keeps one address of its 96 registers there on sm_100a and sm_103a
 SPILL_LIMIT = 8
-
-# 100 s of processor time when nothing is cached, 10 s when nothing has changed
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
