@@ -51,6 +51,9 @@ JOBS = (
     Job("cute", "pytest -q -m gpu tests/cute/test_on_device.py -n 4", 300, share=0.5),
     Job("experts", "pytest -q -m gpu tests/cute/test_moe.py tests/cute/test_moe_emulated.py -n 4", 200, share=0.5),
     Job("staged", "pytest -q -m gpu tests/cute/test_staged_linear.py -n 2", 100, share=0.5),
+    Job("sanitizers", "set -o pipefail; for tool in memcheck racecheck synccheck; do echo $tool; compute-sanitizer "
+                      "--target-processes all --tool $tool --error-exitcode 9 --print-limit 20 pytest -q -m gpu "
+                      "tests/cute/test_on_device.py -k tp16-S2xL1 2>&1 | tail -60 || exit 9; done", 300, asked=True),
     Job("triton", "pytest -q -m gpu tests/math/test_kernels.py tests/math/test_query_exchange.py -n 6", 400, share=0.5),
     Job("debugger", "pytest -q -m gpu tests/debug tests/graphs -n 2", 300, share=0.5),
     Job("module", "pytest -q -m gpu tests/module -k 'not two_ranks'", 150, share=0.5),
