@@ -11,7 +11,8 @@ A tensor is *settled* for a launch when every launch that wrote it before is amo
 there is none. What a launch of another stream wrote is settled from the full edge at which stream 0 waits for it. Ranks
 of one process launch in turn, all of launch X before any of the next: each of them waits for what is before it in the
 stream, so that X has the same meaning for every rank. A launch in two parts is late when one part is, since the first
-waits for the launch before and the second for the first. Decides nothing about which launches trigger late.
+waits for the launch before and the second for the first. An eager step is one stream in the order of the plan, which
+only adds waits. Decides nothing about which launches trigger late.
 """
 from __future__ import annotations
 
