@@ -11,7 +11,7 @@ TP16, TP2 = "examples/k3-h200-tp16.yaml", "examples/k3-h200-tp2.yaml"
 ROWS = "1x1,1x8,8x1,64x1"
 TABLE = "ops_cute/tuned/h200.json"
 # not timed in their present form
-NEW = "cute.staged,cute.moe,cute.mla,cute.attn_res,cute.all_reduce,cute.linear_all_reduce,cute.kda"
+NEW = "cute.staged,cute.moe,cute.mla,cute.attn_res,cute.all_reduce,cute.linear_all_reduce"
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,9 @@ JOBS = (
     Job("tune", f"cp {TABLE} $OUT/h200.json && k3plan tune {TP16} --only {NEW} --rows {ROWS} --shapes 2 --most 10 "
                 "--seconds $((SECONDS_LEFT - 300)) --times $OUT/times.json --in-step --out $OUT/h200.json && "
                 f"cp $OUT/h200.json {TABLE} && k3plan bench {TP16} --profiles auto,stock --rows {ROWS}", 580, gpus=2),
+    # settles the step twice, with KDA's trigger early and late
+    Job("late", f"cp {TABLE} $OUT/h200.json && k3plan tune {TP16} --only attn_res,cute.kda --rows 1x1,1x8 --shapes 2 "
+                "--seconds $((SECONDS_LEFT - 200)) --times $OUT/times.json --in-step --out $OUT/h200.json", 400),
     Job("bench", f"k3plan bench {TP16} --profiles auto,stock --rows {ROWS}", 200, asked=True),
     Job("carveout", f"k3plan bench {TP16} --profiles auto --rows 1x1,1x8 && "
                     f"K3PLAN_CARVEOUT=100 k3plan bench {TP16} --profiles auto --rows 1x1,1x8", 140),
