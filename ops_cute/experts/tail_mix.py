@@ -33,6 +33,7 @@ from ..primitives import (
     unpack,
 )
 from .tail_plan import MIX_SUMS, Mixed
+from .tensor_memory import fence_shared
 
 
 def _sum(values: Sequence[Any], thread: Any, at: Any, p: Mixed) -> list[Any]:
@@ -62,7 +63,9 @@ def _flat(items: Sequence[Sequence[Any]]) -> list[Any]:
 
 @cute.jit
 def _copy_blocks(at: Any, token: Any, thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """The first warp: the rows of the finished blocks into the ring."""
+    """The first warp: the rows of the finished blocks into the ring, behind all that was stored there."""
+    fence_shared()
+    cute.arch.sync_threads()
     if thread < 32:
         if thread == 0:
             expect_bytes(shared + where["sources_full"], Int32(p.finished * 2 * p.hidden))

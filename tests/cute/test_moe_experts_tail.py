@@ -29,7 +29,7 @@ DEEP = {"attention": ("kda",) * 4, "mlp": ("dense", "moe", "moe", "moe"), "attn_
 def modules() -> dict[str, Any]:
     return warp_emulator.load((
         "experts.mxfp4", "moe_parts", "mailbox", "experts.call", "experts.dot", "experts.work_list",
-        "experts.copy_weights", "experts.roles", "experts.tail", "experts.tail_mix",
+        "experts.copy_weights", "experts.roles", "experts.tensor_memory", "experts.tail", "experts.tail_mix",
         "experts.moe_experts_tail"))
 
 
