@@ -164,10 +164,11 @@ def test_a_preferred_carveout_is_asked_of_the_driver(monkeypatch: pytest.MonkeyP
         cuModuleGetFunction=lambda module, name: (launching.cuda.CUresult.CUDA_SUCCESS, "function"),
         cuFuncSetAttribute=lambda _, attribute, value: (
             asked.append((attribute, value)) or launching.cuda.CUresult.CUDA_SUCCESS,))
+    own = launch_on("cpu")
+    compile_kernel(own, "sm_90a")
     monkeypatch.setattr(launching, "cuda", driver)
     monkeypatch.setattr(launching, "target_of", lambda device: "sm_90a")
     monkeypatch.setattr(launching, "_FUNCTIONS", {})
-    own = launch_on("cpu")
     assert launching._function(own, torch.device("cuda", 0)) == "function"
     assert not asked
     monkeypatch.setenv("K3PLAN_CARVEOUT", "100")
