@@ -98,7 +98,8 @@ def test_experts_on_28_warps(rows: int, sizes: Mapping[str, int]) -> None:
 
 @pytest.mark.parametrize(("rows", "tp", "experts", "numerics", "blocks", "slots", "run", "same"), [
     (9, 1, "tp", kernel_check.PLAIN, 3, 2, 4, False), (17, 2, "tp", kernel_check.FP8, 4, 3, 2, True),
-    (40, 2, "ep", kernel_check.PLAIN, 5, 2, 4, False)], ids=["few", "mxfp8-one-choice", "whole-experts"])
+    pytest.param(40, 2, "ep", kernel_check.PLAIN, 5, 2, 4, False, marks=pytest.mark.slow)],
+    ids=["few", "mxfp8-one-choice", "whole-experts"])
 def test_gathered_experts(rows: int, tp: int, experts: str, numerics: Any, blocks: int, slots: int, run: int,
                           same: bool) -> None:
     """Experts of one row and of more than 8; with ``same`` all rows choose the same ones."""
@@ -124,7 +125,7 @@ def test_experts_and_the_shared_product_beside(rows: int, tp: int, experts: str,
 
 
 @pytest.mark.parametrize(("rows", "tp", "experts", "blocks", "slots", "run"), [
-    (20, 1, "tp", 5, 3, 4), (33, 2, "ep", 3, 2, 2)])
+    (20, 1, "tp", 5, 3, 4), pytest.param(33, 2, "ep", 3, 2, 2, marks=pytest.mark.slow)])
 def test_gathered_experts_and_the_shared_product_beside(rows: int, tp: int, experts: str, blocks: int, slots: int,
                                                         run: int) -> None:
     setting = Setting("small", BESIDE, tp, rows, 1, experts)
@@ -173,7 +174,8 @@ def test_front_gives_ties_to_the_lower_id() -> None:
     check("moe_front", region, setting, {"slots": 4}, blocks=3, change=equal)
 
 
-@pytest.mark.parametrize(("experts", "top_k", "rows"), [(64, 5, 3), (208, 20, 1)])
+@pytest.mark.parametrize(("experts", "top_k", "rows"), [
+    (64, 5, 3), pytest.param(208, 20, 1, marks=pytest.mark.slow)])
 def test_sharded_front_of_all_ranks(experts: int, top_k: int, rows: int) -> None:
     """One warp chooses, and two with idle lanes; few and many experts are wanted."""
     model = replace(ROUTED, experts=experts, top_k=top_k)

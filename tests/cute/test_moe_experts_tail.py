@@ -53,9 +53,10 @@ def fresh(region: Region, setting: Setting, seed: int) -> list[dict[str, torch.T
 @pytest.mark.parametrize(("kernel", "rows", "tp", "experts", "numerics", "blocks", "launches", "sizes", "config"), [
     (0, 1, 2, "tp", kernel_check.PLAIN, 5, 4, {}, {"side_first": True}),
     pytest.param(1, 3, 2, "tp", kernel_check.FP8, 9, 2, {}, {"side_first": False}, marks=pytest.mark.slow),
-    (0, 8, 4, "tp", kernel_check.PLAIN, 4, 1, {"experts": 8, "moe_intermediate": 128}, {"warps": 28}),
-    (0, 2, 2, "ep", kernel_check.PLAIN, 5, 2, {}, {"side_first": True}),
-    (2, 1, 2, "tp", kernel_check.PLAIN, 5, 3, {}, {"side_first": True}),
+    pytest.param(0, 8, 4, "tp", kernel_check.PLAIN, 4, 1, {"experts": 8, "moe_intermediate": 128}, {"warps": 28},
+                 marks=pytest.mark.slow),
+    pytest.param(0, 2, 2, "ep", kernel_check.PLAIN, 5, 2, {}, {"side_first": True}, marks=pytest.mark.slow),
+    (2, 1, 2, "tp", kernel_check.PLAIN, 5, 2, {}, {"side_first": True}),
     (3, 4, 2, "tp", kernel_check.FP8, 9, 1, DEEP, {"warps": 28}),
 ], ids=["one-row", "four-columns", "four-ranks", "whole-experts", "mixed", "mixed-rows"])
 def test_all_ranks(kernel: int, rows: int, tp: int, experts: str, numerics: Any, blocks: int, launches: int,
