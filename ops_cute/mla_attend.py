@@ -61,7 +61,6 @@ from .mla_attend_merge import (
     find_rows,
     fold,
     keep,
-    mark,
     merge_parts,
     over_lanes,
     over_lanes_each,
@@ -96,6 +95,7 @@ from .primitives import (
     WARP,
     Words,
     exp2,
+    flag,
     load_shared,
     load_words,
     mma,
@@ -145,7 +145,7 @@ def _sources(at: Any, sequence: Any, start: Any, live: Any, number: Any, low: An
         wanted = (position >= low) & (position < high) & (number * p.tile < live)
         if begin + WARP > p.tile:
             wanted = wanted & (lane < p.tile - begin)
-        guard = mark(wanted)
+        guard = flag(wanted)
         table = at.page_table.toint() + Int64(sequence * p.pages + position // p.page) * 4
         page = cutlass.max(load_words(table, 1, guard=guard)[0], Int32(0))
         entry = Int64(page) * p.page + Int64(position % p.page)
@@ -254,11 +254,11 @@ def _stage_query(source: Any, real: Any, thread: Any, shared: Any, where: Any, p
         words = []
         for begin in pieces[first : first + AT_ONCE]:
             piece = begin + thread
-            words.append(load_words(source + Int64(piece) * FRAGMENT, guard=mark(piece < real * across)))
+            words.append(load_words(source + Int64(piece) * FRAGMENT, guard=flag(piece < real * across)))
         for begin, four in zip(pieces[first:], words, strict=False):
             piece = begin + thread
             to = shared + where["query"] + piece // across * p.pitch + piece % across * FRAGMENT
-            store_shared(to, [word.bitcast(Float32) for word in four], guard=mark(piece < p.rows * across))
+            store_shared(to, [word.bitcast(Float32) for word in four], guard=flag(piece < p.rows * across))
 
 
 def _multiply_scores(tile: Any, warp: Any, lane: Any, shared: Any, where: Any, p: Static) -> None:
@@ -329,8 +329,8 @@ def _weigh(best: list[Any], total: list[Any], limits: list[Any], first: Any, war
         for i in range(0, len(words), p.vector // 2):
             store_shared(to + 4 * ROW_LANES * i, words[i : i + p.vector // 2])
         inverse = select(whole > 0.0, reciprocal(whole), Float32(0.0))
-        store_shared(shared + where["fade"] + row * 4, [fade], guard=mark(lane % ROW_LANES == 0))
-        store_shared(shared + where["inverse"] + row * 4, [inverse], guard=mark(lane % ROW_LANES == 0))
+        store_shared(shared + where["fade"] + row * 4, [fade], guard=flag(lane % ROW_LANES == 0))
+        store_shared(shared + where["inverse"] + row * 4, [inverse], guard=flag(lane % ROW_LANES == 0))
     return above, total
 
 
@@ -496,7 +496,7 @@ def _mla_attend(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexpr):
     cute.arch.sync_threads()
     if warp == p.warps:
         _copy_early(at, sequence, start, live, oldest, tiles, lane, shared, where, p)
-    early = mark((live > 0) & (start + live <= oldest))
+    early = flag((live > 0) & (start + live <= oldest))
     _convert_only_tile((warp < p.warps) & (early == 1), thread, shared, where, p)
     await_producers(p.dependent)
     epochs = at.epochs.toint() + Int64(block) * 4

@@ -25,6 +25,7 @@ from .primitives import (
     WARP,
     Words,
     exp2,
+    flag,
     lane_xor,
     load_shared,
     own_thread,
@@ -76,11 +77,6 @@ def _own_place(shared: Any, where: Any) -> tuple[Any, Any]:
     return own_block(), Int64(load_word(shared + where["kept"]) * MOST_BLOCKS)
 
 
-def mark(condition: Any) -> Any:
-    """1 where ``condition``, else 0."""
-    return select(condition, Int32(1), Int32(0))
-
-
 def add(a: Any, b: Any) -> Any:
     return a + b
 
@@ -124,7 +120,7 @@ def publish_sums(at: Any, best: list[Any], total: list[Any], shared: Any, where:
         row = warp * WARP_ROWS + lane // ROW_LANES + i * p.warps * WARP_ROWS
         word = (best[i] + log2(total[i])).bitcast(Int32)
         publish(at.sums.toint() + (place * p.rows + Int64(row)) * 4, select(word == 0, Int32(MINUS_ZERO), word),
-                mark((lane % ROW_LANES == 0) & (row < p.rows)))
+                flag((lane % ROW_LANES == 0) & (row < p.rows)))
 
 
 def publish_mix(at: Any, mix: list[Any], columns: range, shared: Any, where: Any, p: Static) -> None:
@@ -145,7 +141,7 @@ def publish_mix(at: Any, mix: list[Any], columns: range, shared: Any, where: Any
         fragment = Int64(((group * p.warps + warp) * p.plates + plate) * 32 + lane)
         publish_fragment(at.mixes.toint() + (place * p.fragments + fragment) * FRAGMENT,
                          [select(word == 0, Int32(nothing), word) for word in words],
-                         mark(group * TILE_ROWS + 2 * q < real))
+                         flag(group * TILE_ROWS + 2 * q < real))
 
 
 # all parts
@@ -208,7 +204,7 @@ def _store(out: Any, values: list[Any], first: Any, same: int, fragment: Any, ro
         wanted = (guard != 0) & (own < real) & ((lane & same) == 0)
         if p.column_tiles % p.together:
             wanted = wanted & (tile < p.column_tiles)
-        store_half(out + Int64(own * p.latent + at) * 2, pack([value, value])[0], guard=mark(wanted))
+        store_half(out + Int64(own * p.latent + at) * 2, pack([value, value])[0], guard=flag(wanted))
 
 
 @cute.jit
@@ -227,7 +223,7 @@ def merge_parts(at: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Const
         fragment = split * p.piece + 2 * unit + (lane & 1)
         row = fragment // (32 * p.warps * p.plates) * TILE_ROWS + 2 * (fragment % 4)
         wanted = (2 * unit < p.piece) & (fragment < p.fragments) & (row < real)
-        guards = [mark(wanted & (part + i * p.lanes < live)) for i in range(p.each)]
+        guards = [flag(wanted & (part + i * p.lanes < live)) for i in range(p.each)]
         mix_at = at.mixes.toint() + ((rows + Int64(part)) * p.fragments + Int64(fragment)) * FRAGMENT
         sum_at = at.sums.toint() + ((rows + Int64(part)) * p.rows + Int64(row)) * 4
         mixes = [mix_at + i * (p.lanes * p.fragments * FRAGMENT) for i in range(p.each)]
@@ -246,4 +242,4 @@ def merge_parts(at: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Const
             own = [word.bitcast(Float32) for word in words[i]] if p.wide else unpack(words[i])
             mixed = [a + shares[v % 2][i] * value for v, (a, value) in enumerate(zip(mixed, own, strict=True))]
         held, number, same = _sum_parts(mixed, lane, p)
-        _store(out, held, number, same, fragment, row, real, mark(wanted), lane, p)
+        _store(out, held, number, same, fragment, row, real, flag(wanted), lane, p)

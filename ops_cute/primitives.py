@@ -54,6 +54,11 @@ _STREAM = "ld.global.L1::no_allocate.L2::256B"
 _SETTLED = "ld.relaxed.gpu.global"
 
 
+def flag(condition: Any) -> Any:
+    """1 where ``condition``, else 0: a guard."""
+    return select(condition, Int32(1), Int32(0))
+
+
 def load_words(at: Any, count: int = 4, *, guard: Any = None, stream: bool = False, settled: bool = False) -> Words:
     """``count`` (1, 2, 4) words; zeros where ``guard`` is false. ``stream``: no kernel of a step writes them.
     ``settled``: a kernel of the step has, and this is read before the wait, past the first-level cache."""

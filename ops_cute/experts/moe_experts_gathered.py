@@ -54,7 +54,6 @@ from ..moe_parts import (
     init_barrier,
     init_barriers,
     is_late,
-    load_matrices,
     load_word,
     look,
     not_zero,
@@ -67,7 +66,6 @@ from ..primitives import (
     lane_xor,
     load_shared,
     load_words,
-    mma,
     pack,
     ptx,
     select,
@@ -83,7 +81,7 @@ from .gathered_list import members_of, pair_at, sort
 from .gathered_plan import MOST_TOKENS, Config, Gathered
 from .mxfp4 import WEIGHT_EXPONENT, pack_f16
 from .plan import PARTIALS, STEP, THREADS, TILE, TOKENS, WARPS
-from .roles import MULTIPLIERS
+from .roles import MULTIPLIERS, multiply_side
 
 COPIER, ZEROING, FINISHER = WARPS, WARPS + 1, WARPS + 2
 
@@ -187,41 +185,14 @@ def _multiply_up(rows: Any, count: Any, block: Any, warp: Any, lane: Any, shared
     return fill, step
 
 
-@cute.jit
-def _multiply_side(at: Any, fill: Any, step: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
-                   where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """The warps that multiply: 16 rows of ``w`` a unit, 8 tokens and a part of the columns each. Returns the slots
-    used and the steps."""
+def _load_side(at: Any, warp: Any, lane: Any, p: Gathered) -> tuple[list[Any], Any]:
+    """8 tokens' and a part of the columns of ``a`` as operands, and where in a row of ``w`` they begin, in bytes."""
     steps = p.side_steps // p.side_splits
     token, part = warp % p.eights * TOKENS + (lane >> 2), lane & 3
     own = warp // p.eights * (steps * 2 * STEP)
     real = select(token < p.tokens, Int32(1), Int32(0))
     source = at.a.toint() + Int64(token) * (2 * p.stride_a) + Int64(own + part * 4)
-    a = [load_words(source + 16 * i, 1, guard=real)[0] for i in range(2 * steps)]
-    for unit in cutlass.range(first_side(block, count, p), p.side_units, 2 * p.blocks, unroll=1):
-        sums = _take_side(a, own, fill, lane, shared, where, p)
-        fill = fill + 1
-        more = [Float32(0.0)] * 4
-        if unit + p.blocks < p.side_units:
-            more = _take_side(a, own, fill, lane, shared, where, p)
-            fill = fill + 1
-        hand_over(sums, more, step, warp, lane, shared, where, p)
-        step = step + 1
-    return fill, step
-
-
-@cute.jit
-def _take_side(a: Any, own: Any, fill: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """This warp's sums of the 16 rows of ``w`` in slot ``fill``, which is free then."""
-    slot = fill % p.slots
-    await_phase(shared + where["full"] + slot * 8, (fill // p.slots) & 1)
-    matrix = shared + where["ring"] + slot * p.slot_bytes + own
-    matrix = matrix + (lane & 15) * p.side_row_bytes + (lane >> 4) * FRAGMENT
-    total = [Float32(0.0)] * 4
-    for i in cutlass.range_constexpr(p.side_steps // p.side_splits):
-        total = mma(load_matrices(matrix + 2 * STEP * i), a[2 * i : 2 * i + 2], total)
-    free_slot(slot, lane, shared, where)
-    return total
+    return [load_words(source + 16 * i, 1, guard=real)[0] for i in range(2 * steps)], own
 
 
 @cute.jit
@@ -430,7 +401,8 @@ def _moe_experts_gathered(arguments: Any, names: cutlass.Constexpr, p: cutlass.C
         await_phase(shared + where["rows"], Int32(0))
         fill, step = _multiply_up(at.rows.toint(), count, block, warp, lane, shared, where, p)
         if cutlass.const_expr(p.side_width > 0):
-            fill, step = _multiply_side(at, fill, step, count, block, warp, lane, shared, where, p)
+            a, own = _load_side(at, warp, lane, p)
+            fill, step = multiply_side(a, own, fill, step, count, block, warp, lane, shared, where, p)
         if p.blocks - 1 - block < p.column_blocks:
             _multiply_down(act, fill, step, count, block, warp, lane, shared, where, p)
             _combine(at, block, thread, shared, where, p)

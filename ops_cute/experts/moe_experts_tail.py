@@ -39,8 +39,9 @@ from cutlass import Int32
 
 from ...compiler.call import Call, Launch, Link
 from ...compiler.launches import LaunchSequence
+from ..all_reduce_attn_res import MIXED, tensors_of
 from ..launching import KernelLaunch, await_producers, row_stride, start_dependents
-from ..mailbox import Addresses, Mailbox, addresses, columns_of, row_bytes
+from ..mailbox import Addresses, Mailbox, addresses, columns_of
 from ..moe_parts import load_word, store_word
 from ..primitives import own_thread
 from ..protocol import PROTOCOL
@@ -70,7 +71,6 @@ WHOLE, EXPERTS, SUM, FINISH, COLLECT = range(5)
 # by their names in the kernel; ``rank`` of the mailbox is another
 TENSORS = {name: name for name in ("x", "ids", "weights", "w1", "w3", "s1", "s3", "w2", "s2", "a", "w", "norm",
                                    "up_weight")} | {"expert_rank": "rank"}
-MIXED = ("prefix", "score", "weight", "p", "h")
 
 
 def _pointers(at: Addresses) -> SimpleNamespace:
@@ -173,15 +173,11 @@ def _mix_sizes(call: Call) -> dict[str, Any]:
 
 def _tensors(call: Call) -> dict[str, torch.Tensor]:
     """By their names in the kernel."""
-    mixed = "h" in call.tensors
-    found = {own: call.tensors[name] for own, name in TENSORS.items()} | {"act": call.scratch["act"]}
-    found |= {name: call.tensors[name] for name in (MIXED if mixed else ("g",)) if call.get(name) is not None}
-    found |= {f"block{i}": block for i, block in enumerate(call.rest)}
-    wide = {name for name in found if name in ("norm", "up_weight", "g", *MIXED) or name.startswith("block")}
-    wrong = [name for name in wide if found[name].data_ptr() % 16 or row_bytes(found[name]) % 16
-             or found[name].dtype != (torch.float32 if name == "score" else torch.bfloat16)]
-    assert not wrong, f"{wrong} do not lie on 16 bytes, or are no bf16"
-    return found
+    (wide,) = tensors_of([call], ("norm", "up_weight", *(MIXED if "h" in call.tensors else ("g",))))
+    wrong = [name for name, tensor in wide.items()
+             if tensor.dtype != (torch.float32 if name == "score" else torch.bfloat16)]
+    assert not wrong, f"{wrong} are no bf16"
+    return {own: call.tensors[name] for own, name in TENSORS.items()} | {"act": call.scratch["act"]} | wide
 
 
 def bind(calls: Sequence[Call], links: Sequence[Link], *, multicast: int = 0) -> Launch:

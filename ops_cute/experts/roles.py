@@ -112,40 +112,39 @@ def multiply_up(x: Any, factors: Any, fill: Any, step: Any, count: Any, block: A
 
 
 @cute.jit
-def take_side(a: Any, fill: Any, warp: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """As ``take_unit``, of 16 rows of ``w``."""
+def take_side(a: Any, own: Any, fill: Any, lane: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """As ``take_unit``, of 16 rows of ``w``: a warp's columns begin ``own`` bytes behind the row's, ``a`` has them."""
     slot = fill % p.slots
     await_phase(shared + where["full"] + slot * 8, (fill // p.slots) & 1)
-    own = cutlass.min(warp * p.own_steps, Int32(p.side_steps - p.own_steps))
-    rows = shared + where["ring"] + slot * p.slot_bytes
-    matrix = rows + (lane & 15) * p.side_row_bytes + (lane >> 4) * FRAGMENT + own * 2 * STEP
+    matrix = shared + where["ring"] + slot * p.slot_bytes + own
+    matrix = matrix + (lane & 15) * p.side_row_bytes + (lane >> 4) * FRAGMENT
     total = [Float32(0.0)] * 4
-    for i in cutlass.range_constexpr(p.own_steps):
+    for i in cutlass.range_constexpr(len(a) // 2):
         total = mma(load_matrices(matrix + 2 * STEP * i), a[2 * i : 2 * i + 2], total)
     free_slot(slot, lane, shared, where)
     return total
 
 
-def load_side(at: Any, warp: Any, lane: Any, p: Static) -> list[Any]:
-    """This warp's columns of ``a`` as operands."""
+def load_side(at: Any, warp: Any, lane: Any, p: Static) -> tuple[list[Any], Any]:
+    """This warp's columns of ``a`` as operands, and where in a row of ``w`` they begin, in bytes."""
     token, part = lane >> 2, lane & 3
     # a warp without columns multiplies those of another by zeros
-    own = cutlass.min(warp * p.own_steps, Int32(p.side_steps - p.own_steps))
-    real = (token < p.tokens) & (warp * p.own_steps < p.side_steps)
-    source = at.a.toint() + Int64(token) * (2 * p.stride_a) + Int64(own * 2 * STEP + part * 4)
-    return [load_words(source + 16 * i, 1, guard=select(real, Int32(1), Int32(0)))[0] for i in range(2 * p.own_steps)]
+    own = cutlass.min(warp * p.own_steps, Int32(p.side_steps - p.own_steps)) * (2 * STEP)
+    real = select((token < p.tokens) & (warp * p.own_steps < p.side_steps), Int32(1), Int32(0))
+    source = at.a.toint() + Int64(token) * (2 * p.stride_a) + Int64(own + part * 4)
+    return [load_words(source + 16 * i, 1, guard=real)[0] for i in range(2 * p.own_steps)], own
 
 
 @cute.jit
-def multiply_side(a: Any, fill: Any, step: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
-                   where: cutlass.Constexpr, p: cutlass.Constexpr):
+def multiply_side(a: Any, own: Any, fill: Any, step: Any, count: Any, block: Any, warp: Any, lane: Any, shared: Any,
+                  where: cutlass.Constexpr, p: cutlass.Constexpr):
     """The warps that multiply: this warp's columns of 16 rows of ``w`` a unit. Returns the slots used and the steps."""
     for unit in cutlass.range(first_side(block, count, p), p.side_units, 2 * p.blocks, unroll=1):
-        sums = take_side(a, fill, warp, lane, shared, where, p)
+        sums = take_side(a, own, fill, lane, shared, where, p)
         fill = fill + 1
         more = [Float32(0.0)] * 4
         if unit + p.blocks < p.side_units:
-            more = take_side(a, fill, warp, lane, shared, where, p)
+            more = take_side(a, own, fill, lane, shared, where, p)
             fill = fill + 1
         hand_over(sums, more, step, warp, lane, shared, where, p)
         step = step + 1
@@ -382,15 +381,15 @@ def run_experts(at: Any, act: Any, epochs: Any, epoch: Any, keep_side: Any, keep
         finish(keep_side, own, block, lane, shared, 0, where, p)
     else:
         fill, step = Int32(0), Int32(0)
-        a = load_side(at, warp, lane, p) if p.side_first else []
+        a, own_columns = load_side(at, warp, lane, p) if p.side_first else ([], None)
         x, factors = load_x(at.x.toint(), warp, lane, p)
         if cutlass.const_expr(p.side_first):
-            fill, step = multiply_side(a, fill, step, Int32(0), block, warp, lane, shared, where, p)
+            fill, step = multiply_side(a, own_columns, fill, step, Int32(0), block, warp, lane, shared, where, p)
         count = await_list(shared, where)
         fill, step = multiply_up(x, factors, fill, step, count, block, warp, lane, shared, where, p)
         if cutlass.const_expr(p.side_width > 0 and not p.side_first):
-            a = load_side(at, warp, lane, p)
-            fill, step = multiply_side(a, fill, step, count, block, warp, lane, shared, where, p)
+            a, own_columns = load_side(at, warp, lane, p)
+            fill, step = multiply_side(a, own_columns, fill, step, count, block, warp, lane, shared, where, p)
         if p.blocks - 1 - block < p.column_blocks:
             total = multiply_down(own, fill, count, block, warp, lane, shared, where, p)
             sum_columns(keep_column, total, step, block, thread, shared, where, p)

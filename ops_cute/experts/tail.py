@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, Int64
 from ..mailbox import Addresses, Mailbox
 from ..moe_parts import await_phase, copy_bulk, expect_bytes, init_barrier, load_matrices, store_word, stream_policy
 from ..primitives import (
+    flag,
     lane_value,
     lane_xor,
     load_shared,
@@ -32,10 +33,6 @@ from .tail_plan import PACK, ROWS, STEP, Tail
 
 LOOKS = 4  # fragments of the summed latent that a thread awaits at once
 PARTS, SHARED, SUMMED, FINISHED = range(4)  # waits
-
-
-def _flag(condition: Any) -> Any:
-    return select(condition, Int32(1), Int32(0))
 
 
 class Kept:
@@ -60,7 +57,7 @@ class Kept:
         real = (row < 4) & (token < p.tokens) & (unit < p.side_units)
         unit = select(real, unit, Int32(0))
         fragment = p.at_shared + token * (p.stripe // PACK) + 2 * (unit % each) + ((row >> 1) & 1)
-        self.send(fragment, own, peer_of(unit // each, self.shared, self.where), guard=_flag(real))
+        self.send(fragment, own, peer_of(unit // each, self.shared, self.where), guard=flag(real))
 
     def column(self, token: Any, row: Any, value: Any) -> None:
         store_shared(self.shared + self.where["parts"] + 4 * (token * (PACK * self.p.each) + row), [value])
@@ -83,7 +80,7 @@ def clear(thread: Any, shared: Any, where: Any, p: Tail) -> None:
     """Zeros in what a block without columns of its own would not write."""
     for name, words in (("parts", p.tokens * PACK * p.each), ("finished", p.tokens * ROWS)):
         for start in range(0, words, p.threads):
-            store_word(shared + where[name] + 4 * (thread + start), Int32(0), _flag(thread + start < words))
+            store_word(shared + where[name] + 4 * (thread + start), Int32(0), flag(thread + start < words))
 
 
 @cute.jit
@@ -108,7 +105,7 @@ def copy_up(at: Any, block: Any, thread: Any, shared: Any, where: cutlass.Conste
         real = has & (lane < p.outputs)
         row = select(real, block * p.outputs + lane, Int32(0))
         copy_bulk(shared + where["up"] + lane * p.pitch, at["up_weight"] + Int64(row) * (2 * p.out_width),
-                  Int32(2 * p.out_width), shared + where["up_full"], stream_policy(), _flag(real))
+                  Int32(2 * p.out_width), shared + where["up_full"], stream_policy(), flag(real))
 
 
 def _eight(at: Any) -> list[Any]:
@@ -126,7 +123,7 @@ def send_parts(box: Mailbox, thread: Any, block: Any, shared: Any, where: Any, p
         rest, rank = item % own, item // own
         fragment = rest // p.each * p.of_row + turn * p.each + rest % p.each
         box.send(fragment, _eight(shared + where["parts"] + rest * (4 * PACK)), peer_of(rank, shared, where),
-                 guard=_flag(real))
+                 guard=flag(real))
 
 
 def arm(box: Mailbox, thread: Any, block: Any, p: Tail) -> None:
@@ -134,7 +131,7 @@ def arm(box: Mailbox, thread: Any, block: Any, p: Tail) -> None:
     items = p.ranks * p.message
     for start in range(0, items, p.blocks * p.threads):
         item = block * p.threads + thread + start
-        box.arm(item // p.message, item % p.message, _flag(item < items))
+        box.arm(item // p.message, item % p.message, flag(item < items))
 
 
 def look_at_shared(box: Mailbox, thread: Any, block: Any, p: Tail) -> tuple[Any, Any, Any]:
@@ -143,7 +140,7 @@ def look_at_shared(box: Mailbox, thread: Any, block: Any, p: Tail) -> tuple[Any,
     item = select(real, thread, Int32(0))
     column = select(block < p.owners, block, Int32(0)) * p.outputs
     fragment = p.at_shared + item // p.ranks * (p.stripe // PACK) + column // PACK
-    return real, item % p.ranks, box.look(item % p.ranks, fragment, _flag(real))
+    return real, item % p.ranks, box.look(item % p.ranks, fragment, flag(real))
 
 
 def sum_parts(box: Mailbox, thread: Any, block: Any, p: Tail) -> None:
@@ -157,14 +154,14 @@ def sum_parts(box: Mailbox, thread: Any, block: Any, p: Tail) -> None:
     half, rest = item % split, item // split
     fragment = rest // p.each * p.of_row + select(real, turn, Int32(0)) * p.each + rest % p.each
     senders = [half * each + i for i in range(each)]
-    came = box.wait([box.look(sender, fragment, _flag(real)) for sender in senders])
+    came = box.wait([box.look(sender, fragment, flag(real)) for sender in senders])
     box.report(list(zip(senders, came, strict=True)), PARTS)
     sums = unpack(came[0])
     for words in came[1:]:
         sums = [a + b for a, b in zip(sums, unpack(words), strict=True)]
     if split == 2:
         sums = [a + lane_xor(a, 1) for a in sums]
-    box.send(p.at_summed + fragment, pack(sums), box.own, guard=_flag(real & (half == 0)))
+    box.send(p.at_summed + fragment, pack(sums), box.own, guard=flag(real & (half == 0)))
 
 
 def add_shared_columns(box: Mailbox, looked: Any, thread: Any, block: Any, shared: Any, where: Any,
@@ -199,8 +196,8 @@ def gather_latent(at: Addresses, box: Mailbox, thread: Any, block: Any, shared: 
             left = cutlass.min(Int32(p.columns) - inside % p.each * PACK, Int32(p.out_width) - column)
             guards = [real & (left > half) for half in (0, 4)]
             norm = [word for half, guard in zip((0, 4), guards, strict=True) for word in load_words(
-                at["norm"] + Int64(column + half) * 2, 2, guard=_flag(guard))]
-            looked.append((real, item, column, guards, norm, box.look(box.rank, p.at_summed + item, _flag(real))))
+                at["norm"] + Int64(column + half) * 2, 2, guard=flag(guard))]
+            looked.append((real, item, column, guards, norm, box.look(box.rank, p.at_summed + item, flag(real))))
         came = box.wait([look for *_, look in looked])
         for (real, item, column, guards, norm, _), words in zip(looked, came, strict=True):
             box.report([(Int32(box.rank), words)], SUMMED)
@@ -264,7 +261,7 @@ def send_finished(box: Mailbox, thread: Any, block: Any, shared: Any, where: Any
         item = select(real, item, Int32(0))
         token, fragment = item // p.ranks, p.at_finished + item // p.ranks * p.owners + select(real, block, Int32(0))
         words = _eight(shared + where["finished"] + token * (4 * ROWS))
-        box.send(fragment, words, peer_of(item % p.ranks, shared, where), guard=_flag(real))
+        box.send(fragment, words, peer_of(item % p.ranks, shared, where), guard=flag(real))
 
 
 def collect(at: Addresses, box: Mailbox, thread: Any, block: Any, p: Tail) -> None:
@@ -275,8 +272,8 @@ def collect(at: Addresses, box: Mailbox, thread: Any, block: Any, p: Tail) -> No
         real = item < items
         item = select(real, item, Int32(0))
         token, sender, owner = item // (p.ranks * p.owners), item // p.owners % p.ranks, item % p.owners
-        (words,) = box.wait([box.look(sender, p.at_finished + token * p.owners + owner, _flag(real))])
+        (words,) = box.wait([box.look(sender, p.at_finished + token * p.owners + owner, flag(real))])
         box.report([(sender, words)], FINISHED)
         column = sender * p.stripe + owner * p.outputs
         place = at["g"] + Int64(token) * (2 * p.stride_g) + Int64(column) * 2
-        store_words(place, words[: p.outputs // 2], guard=_flag(real))
+        store_words(place, words[: p.outputs // 2], guard=flag(real))
