@@ -257,8 +257,15 @@ def test_sharded_front_of_late_ranks_on_a_gpu(rows: int, device: str, monkeypatc
     calls, ranks = ranks_of(region, setting, {"slots": 12}, device)
     links = emulated_links([call.scratch["mailbox"] for call in calls])
     launches = [moe_front_sharded.bind([call], [link]) for call, link in zip(calls, links, strict=True)]
-    fresh = [[{n: t.to(device) for n, t in one.items()} for one in fresh_ranks(region, setting, seed)]
-             for seed in range(3)]
+    fresh = [fresh_ranks(region, setting, seed) for seed in range(3)]
+    replay_late(region, setting, launches, ranks, fresh, device)
+
+
+def replay_late(region: Region, setting: Setting, launches: list[Any], ranks: list[dict[str, torch.Tensor]],
+                fresh: list[list[dict[str, torch.Tensor]]], device: str) -> None:
+    """100 replays of a graph a rank, on a stream each, with ``fresh`` inputs in turn, some ranks late. All results of
+    an input have the same bits, and the first are right."""
+    fresh = [[{n: t.to(device) for n, t in one.items()} for one in inputs] for inputs in fresh]
     collective_check.launch_apart(launches, {})  # compiles
     graphs = [torch.cuda.CUDAGraph() for _ in launches]
     for graph, launch in zip(graphs, launches, strict=True):
@@ -267,11 +274,7 @@ def test_sharded_front_of_late_ranks_on_a_gpu(rows: int, device: str, monkeypatc
     known: dict[int, list[dict[str, torch.Tensor]]] = {}
     delays = torch.Generator().manual_seed(0)
     for replay in range(100):
-        for own, new in zip(ranks, fresh[replay % 3], strict=True):
-            for name, tensor in new.items():
-                own[name].copy_(tensor)
-            for name in region.outputs:
-                kernel_check._poison(own[name])
+        renew(region, ranks, fresh[replay % 3])
         late = {replay % 4: int(torch.randint(1, 200_000, (), generator=delays))} if replay % 4 < 2 else {}
         collective_check.launch_apart([graph.replay for graph in graphs], late)
         torch.cuda.synchronize()
@@ -282,6 +285,15 @@ def test_sharded_front_of_late_ranks_on_a_gpu(rows: int, device: str, monkeypatc
         for rank, (own, first) in enumerate(zip(found, known[replay % 3], strict=True)):
             wrong = [name for name in region.outputs if not torch.equal(own[name], first[name])]
             assert not wrong, f"replay {replay}, late {late}: rank {rank} differs in {wrong}"
+
+
+def renew(region: Region, ranks: list[dict[str, torch.Tensor]], inputs: list[dict[str, torch.Tensor]]) -> None:
+    """Fresh inputs of all ranks, and outputs that nobody has written."""
+    for own, new in zip(ranks, inputs, strict=True):
+        for name, tensor in new.items():
+            own[name].copy_(tensor)
+        for name in region.outputs:
+            kernel_check._poison(own[name])
 
 
 def real_setting(rows: int, tp: int = 16) -> Setting:
@@ -317,11 +329,7 @@ def check_ranks(region: Region, setting: Setting, bind: Any, run: Any, device: s
     launch = bind(calls, emulated_links([call.scratch["mailbox"] for call in calls]))
     everything = [t for own in ranks for t in own.values()] + [t for c in calls for t in c.scratch.values()]
     for seed in range(4):
-        for own, fresh in zip(ranks, fresh_ranks(region, setting, seed), strict=True):
-            for name, tensor in fresh.items():
-                own[name].copy_(tensor)
-            for name in region.outputs:
-                kernel_check._poison(own[name])
+        renew(region, ranks, fresh_ranks(region, setting, seed))
         run(launch, everything, seed)
         compare_ranks(region, setting, [{name: t.cpu() for name, t in own.items()} for own in ranks], seed)
 

@@ -6,14 +6,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import collective_check
 import kernel_check
 import pytest
 import real_shapes
 import torch
 import warp_emulator
 from kernel_check import Setting
-from test_moe_emulated import SMALL, compare_ranks, ranks_of
+from test_moe_emulated import SMALL, compare_ranks, ranks_of, renew, replay_late
 
 from k3plan.compiler.call import emulated_links, loopback_link
 from k3plan.compiler.covering.match import find_regions
@@ -86,10 +85,7 @@ def loopback(region: Region, setting: Setting, config: Mapping[str, Any], bind: 
         new = kernel_check.make_inputs(region, setting, seed, "cpu")
         w = new[region.binding["w"]]
         w.copy_(w[: w.shape[0] // setting.tp].repeat(setting.tp, 1))
-        for name, tensor in new.items():
-            own[name].copy_(tensor)
-        for name in region.outputs:
-            kernel_check._poison(own[name])
+        renew(region, [own], [new])
         run(launch, [*own.values(), *call.scratch.values()], seed)
         compare_ranks(region, setting, [{name: t.cpu() for name, t in own.items()}] * setting.tp, seed)
 
@@ -158,26 +154,7 @@ def test_late_ranks_on_a_gpu(kernel: KernelDef, device: str, monkeypatch: pytest
     calls, ranks = ranks_of(region, setting, {"slots": 8, "warps": 16}, device)
     links = emulated_links([call.scratch["mailbox"] for call in calls])
     launches = [bind([call], [link]) for call, link in zip(calls, links, strict=True)]
-    inputs = [[{n: t.to(device) for n, t in one.items()} for one in fresh(region, setting, seed)] for seed in range(3)]
-    collective_check.launch_apart(launches, {})  # compiles
-    graphs = [torch.cuda.CUDAGraph() for _ in launches]
-    for graph, launch in zip(graphs, launches, strict=True):
-        with torch.cuda.graph(graph):
-            launch()
-    delays = torch.Generator().manual_seed(0)
-    known: dict[int, list[dict[str, torch.Tensor]]] = {}
-    for replay in range(100):
-        renew(region, ranks, inputs[replay % 3])
-        late = {replay % 4: int(torch.randint(1, 200_000, (), generator=delays))} if replay % 4 < 2 else {}
-        collective_check.launch_apart([graph.replay for graph in graphs], late)
-        torch.cuda.synchronize()
-        found = [{name: t.cpu() for name, t in own.items()} for own in ranks]
-        if replay < 3:
-            compare_ranks(region, setting, found, replay)
-            known[replay] = found
-        for rank, (own, first) in enumerate(zip(found, known[replay % 3], strict=True)):
-            wrong = [name for name in region.outputs if not torch.equal(own[name], first[name])]
-            assert not wrong, f"replay {replay}, late {late}: rank {rank} differs in {wrong}"
+    replay_late(region, setting, launches, ranks, [fresh(region, setting, seed) for seed in range(3)], device)
 
 
 def real_setting(kernel: KernelDef, rows: int, tp: int, **sizes: int) -> Setting:
@@ -185,14 +162,6 @@ def real_setting(kernel: KernelDef, rows: int, tp: int, **sizes: int) -> Setting
     model = replace(real_shapes._spec(1, 1, kernel_check.SHARDED).model, **{"dense_intermediate": 512, **DEEP, **sizes})
     numerics = kernel_check.FP8 if "mxfp8" in kernel.id else kernel_check.PLAIN
     return Setting("k3", model, tp, rows, 1, "tp", numerics, choices=kernel_check.SHARDED)
-
-
-def renew(region: Region, ranks: list[dict[str, torch.Tensor]], inputs: list[dict[str, torch.Tensor]]) -> None:
-    for own, new in zip(ranks, inputs, strict=True):
-        for name, tensor in new.items():
-            own[name].copy_(tensor)
-        for name in region.outputs:
-            kernel_check._poison(own[name])
 
 
 def test_the_emulator_sees_columns_that_nobody_sends(monkeypatch: pytest.MonkeyPatch) -> None:
