@@ -71,7 +71,7 @@ def environment(tree: Path) -> dict[str, str]:
                           "raise SystemExit(m.main())' \"$@\"\n")
         script.chmod(0o755)
     return {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep),
-            "PYTHONUNBUFFERED": "1", "PATH": f"{tree / 'bin'}{os.pathsep}{os.environ['PATH']}", "TREE": str(tree)}
+            "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "PATH": f"{tree / 'bin'}{os.pathsep}{os.environ['PATH']}", "TREE": str(tree)}
 
 
 def start(job: Job, gpus: Sequence[int], seconds: float, out: Path, env: Mapping[str, str]) -> Run:

@@ -33,8 +33,9 @@ JOBS = (
     Job("links", f"k3plan launch links {TP2}", 120, gpus=2),
     Job("module-ranks", "pytest -q -m gpu tests/module/test_on_gpu.py -k two_ranks", 60, gpus=2),
     # kernels that no GPU has run: before they are timed
-    Job("first", "pytest -q -m gpu tests/cute/test_mla_attend.py tests/cute/test_settled_blocks.py "
-                 "tests/cute/test_moe_experts_tail.py", 300),
+    Job("first", "pytest -q -m gpu tests/cute/test_moe_experts_tail.py tests/cute/test_settled_blocks.py "
+                 "-n 8", 300),
+    Job("attend", "pytest -q -m gpu tests/cute/test_mla_attend.py -n 6", 300),
     # what was never timed in its present form, each GPU a kernel; on one of them the plan that follows from it
     Job("tune", f"cp {TABLE} $OUT/h200.json && k3plan tune {TP16} --only {NEW} --rows {ROWS} --shapes 2 --most 10 "
                 "--seconds $((SECONDS_LEFT - 300)) --times $OUT/times.json --in-step --out $OUT/h200.json && "

@@ -143,10 +143,14 @@ def bind_ranks(region: Region, config: Mapping[str, Any], group: Group, transpor
 
 
 def worst_error(region: Region, bound: Bound, rank: int) -> tuple[float, float]:
-    """Root-mean-square error of the worst output in units of the reference, and that of the chain of ops."""
+    """Root-mean-square error of the worst output in units of the reference, and that of the chain of ops. Integers,
+    such as the numbers of experts, are those of the chain or infinitely wrong."""
     exact, chain = (meaning(region, bound.ranks, rounded)[rank] for rounded in (False, True))
     worst = (0.0, 0.0)
     for name in region.outputs:
+        if not exact[name].dtype.is_floating_point:
+            worst = max(worst, (0.0 if torch.equal(bound.tensors[name], chain[name]) else math.inf, 0.0))
+            continue
         reference = exact[name].double()
         scale = float(reference.square().mean().sqrt()) + 1e-30
         found = [float((x.double() - reference).square().mean().sqrt()) / scale
@@ -161,13 +165,14 @@ def meaning(region: Region, ranks: Sequence[Mapping[str, Tensor]], rounded: bool
     values = [{n: t.float() if t.dtype.is_floating_point and not rounded else t for n, t in own.items()}
               for own in ranks]
     for node in region.nodes:
-        definition, name = OPS[node.op], node.outputs[0]
+        definition = OPS[node.op]
         if definition.kind == "comm":
             results = definition.fn([own[node.inputs[0]] for own in values], **node.attrs)
         else:
             results = [definition.fn(*(own[n] for n in node.inputs), **node.attrs) for own in values]
-        for own, result in zip(values, results, strict=True):
-            own[name] = result.to(TORCH_DTYPES[region.graph.values[name].dtype]) if rounded else result
+        for own, found in zip(values, results, strict=True):
+            for name, result in zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True):
+                own[name] = result.to(TORCH_DTYPES[region.graph.values[name].dtype]) if rounded else result
     return values
 
 

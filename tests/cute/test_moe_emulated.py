@@ -303,11 +303,11 @@ def real_setting(rows: int, tp: int = 16) -> Setting:
     return Setting("k3", model, tp, rows, 1, choices=kernel_check.SHARDED)
 
 
-def ranks_of(region: Region, setting: Setting, config: Mapping[str, Any],
-             device: str) -> tuple[list[Any], list[dict[str, torch.Tensor]]]:
-    """The bound calls of all ranks, and their tensors."""
+def ranks_of(region: Region, setting: Setting, config: Mapping[str, Any], device: str,
+             count: int | None = None) -> tuple[list[Any], list[dict[str, torch.Tensor]]]:
+    """The bound calls of all ranks, or of the first ``count``, and their tensors."""
     calls, ranks = [], []
-    for rank in range(setting.tp):
+    for rank in range(count or setting.tp):
         own = tensors_of(region, kernel_check.make_inputs(region, setting, rank, "cpu"))
         own = {name: tensor.to(device) for name, tensor in own.items()}
         scratch = {name: allocate(one, device) for name, one in scratch_of(region, config).items()}
@@ -335,6 +335,7 @@ def check_ranks(region: Region, setting: Setting, bind: Any, run: Any, device: s
 
 
 def compare_ranks(region: Region, setting: Setting, ranks: list[dict[str, torch.Tensor]], seed: int) -> None:
+    """One rank stands for all of its group, which have what it has."""
     exact, chain = ([dict(own) for own in ranks] for _ in range(2))
     for values, rounded in ((exact, False), (chain, True)):
         for own in values:
@@ -344,7 +345,8 @@ def compare_ranks(region: Region, setting: Setting, ranks: list[dict[str, torch.
             for index, own in enumerate(values):
                 definition = OPS[node.op]
                 if definition.kind == "comm":
-                    found = definition.fn([v[node.inputs[0]] for v in values], **node.attrs)[index]
+                    group = [v[node.inputs[0]] for v in values] * (setting.tp if len(values) == 1 else 1)
+                    found = definition.fn(group, **node.attrs)[index]
                 else:
                     found = definition.fn(*(own[n] for n in node.inputs), **node.attrs)
                 for name, result in zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True):
