@@ -70,8 +70,10 @@ def environment(tree: Path) -> dict[str, str]:
         script.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -c 'import {module} as m; "
                           "raise SystemExit(m.main())' \"$@\"\n")
         script.chmod(0o755)
-    return {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep),
-            "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "PATH": f"{tree / 'bin'}{os.pathsep}{os.environ['PATH']}", "TREE": str(tree)}
+    python_path = f"{tree}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+    return {**os.environ, "PYTHONPATH": python_path, "PATH": f"{tree / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            # no k3plan of the folder that a job starts in; output as it comes
+            "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "TREE": str(tree)}
 
 
 def start(job: Job, gpus: Sequence[int], seconds: float, out: Path, env: Mapping[str, str]) -> Run:

@@ -5,16 +5,19 @@ one with a whole multiprocessor's registers a block cannot start early there, an
 planner begins with the times of kernels alone, the step is captured and timed launch by launch, and what that says
 replaces the times alone. The plan may then choose otherwise, which is timed in turn, until a plan has nothing in it
 that was not timed in a step. What was never chosen keeps its time alone: it would have to be faster than it is there.
+
+A launch also changes what its neighbours take, by the room that it leaves them. So of two plans the shorter is
+believed: what only the longer one chose is charged for what all others took more beside it, and the table gives the
+shortest step that was seen.
 """
 from __future__ import annotations
 
 import gc
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,6 +39,7 @@ from .time import time_launches
 from .walk import record_capture
 
 ROUNDS = 24
+ALIKE = 1.003  # times of one step from capture to capture
 Clock = Callable[[LaunchPlan], tuple[float, Sequence[float]]]  # us of a step, and of each launch in it
 
 
@@ -62,7 +66,7 @@ def settle(spec: Spec, kernels: Sequence[KernelDef], alone: Iterable[Tuned], clo
     times: dict[tuple[str, str], dict[str, Tuned]] = defaultdict(dict)
     for line in alone:
         times[line.kernel, line.key][repr(sorted(line.config.items()))] = line
-    extra = load_device(spec.gpu)["launch_in_step_us"]
+    extra, shortest = load_device(spec.gpu)["launch_in_step_us"], None
 
     def best(of: dict[str, Tuned]) -> Tuned:
         return min(of.values(), key=lambda line: line.us + (0.0 if line.in_step else extra))
@@ -71,16 +75,38 @@ def settle(spec: Spec, kernels: Sequence[KernelDef], alone: Iterable[Tuned], clo
         tuning = Tuning(map(best, times.values()))
         plan = compile_spec(spec, kernels, tuning)
         us, shares = clock(plan)
+        timed = _Timed(us, _by_choice(plan, kernels, shares, source))
         new = 0
-        for (kernel, key, model), (config, share) in _by_choice(plan, kernels, shares).items():
-            kept = times[kernel, key]
-            at = repr(sorted(config.items()))
-            new += at not in kept or not kept[at].in_step
-            kept[at] = Tuned(kernel, key, config, round(share, 3), source, model, in_step=True)
+        for line, _count in timed.choices.values():
+            kept = times[line.kernel, line.key].get(repr(sorted(line.config.items())))
+            new += kept is None or not kept.in_step
+        shorter, longer = (timed, shortest) if shortest is None or us <= shortest.us else (shortest, timed)
+        believed = [line for line, _ in shorter.choices.values()]
+        for line in [*believed, *(longer.charged(shorter) if longer else ())]:
+            times[line.kernel, line.key][repr(sorted(line.config.items()))] = line
+        shortest = shorter
         seen = tuple(best(of) for of in times.values() if any(line.in_step for line in of.values()))
         yield Round(plan, us, new, seen)
-        if not new:
+        if not new and (us <= ALIKE * shortest.us or timed.choices.keys() == shortest.choices.keys()):
             return
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A step that was timed: its us, and of each choice in it the mean share with the number of its launches."""
+
+    us: float
+    choices: Mapping[tuple[str, str, str], tuple[Tuned, int]]
+
+    def charged(self, shorter: _Timed) -> list[Tuned]:
+        """What this step chose and ``shorter`` did not, each launch with its part of what all others took more here;
+        by these lines and those of ``shorter`` a plan has the price that it had. A launch is charged its own time at
+        most."""
+        own = {at: found for at, found in self.choices.items() if at not in shorter.choices}
+        more = sum((line.us - shorter.choices[at][0].us) * count
+                   for at, (line, count) in self.choices.items() if at in shorter.choices)
+        each = more / max(1, sum(count for _, count in own.values()))
+        return [replace(line, us=round(line.us + min(max(each, -line.us / 2), line.us), 3)) for line, _ in own.values()]
 
 
 def settle_table(spec: Spec, size: tuple[int, int], kernels: Sequence[KernelDef], alone: Sequence[Tuned],
@@ -122,21 +148,22 @@ def _unsettled_forgotten(lines: Sequence[Tuned]) -> list[Tuned]:
     return [line for line in lines if not line.in_step or (line.kernel, line.key) not in reads]
 
 
-def _by_choice(plan: LaunchPlan, kernels: Sequence[KernelDef], shares: Sequence[float],
-               ) -> dict[tuple[str, str, float | None], tuple[dict[str, Any], float]]:
-    """Kernel, shape and what the model said of it -> configuration, and the mean share of its launches."""
+def _by_choice(plan: LaunchPlan, kernels: Sequence[KernelDef], shares: Sequence[float], source: str,
+               ) -> dict[tuple[str, str, str], tuple[Tuned, int]]:
+    """Kernel, shape and configuration -> its line, with the mean share of its launches, and how many there are."""
     device, graph = load_device(plan.spec.gpu), lower(plan.spec)[0]
     regions, _ = find_regions(graph, Menu([*op_kernels(), *kernels]), arch=device.arch, rows=plan.spec.step.rows)
     found = {(r.kernel.id, frozenset(n.name for n in r.nodes if n.op not in FREE_OPS)): r for r in regions}
-    of: dict[tuple[str, str, float | None], list[float]] = defaultdict(list)
-    configs: dict[tuple[str, str, float | None], dict[str, Any]] = {}
+    of: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    lines: dict[tuple[str, str, str], Tuned] = {}
     for launch, share in zip(plan.launches, shares, strict=True):
         choice = plan.choice(launch)
-        region = found[choice.kernel, frozenset(launch.nodes)]
-        at = choice.kernel, shape_key(region), round(model_us(device, region, 1), 3)
+        region, config = found[choice.kernel, frozenset(launch.nodes)], dict(choice.config)
+        key = shape_key(region)
+        at = choice.kernel, key, repr(sorted(config.items()))
         of[at].append(share)
-        configs[at] = dict(choice.config)
-    return {at: (configs[at], statistics.fmean(all_)) for at, all_ in of.items()}
+        lines[at] = Tuned(choice.kernel, key, config, 0.0, source, round(model_us(device, region, 1), 3), in_step=True)
+    return {at: (replace(lines[at], us=round(statistics.fmean(all_), 3)), len(all_)) for at, all_ in of.items()}
 
 
 class StepClock:

@@ -108,7 +108,7 @@ def test_one_launch_of_a_rank_alone(kernel: int, rows: int, tp: int, blocks: int
 @pytest.mark.parametrize(("tp", "rows"), [(16, 1), (16, 2), (16, 5), (16, 8), (8, 1), (8, 8)])
 @pytest.mark.parametrize("kernel", menu.KERNELS, ids=lambda kernel: kernel.id)
 def test_one_launch_of_a_rank_alone_on_a_gpu(kernel: KernelDef, rows: int, tp: int, device: str) -> None:
-    """Kimi K3's sizes: 30 launches of the first configuration, and each way that the warps go with the smallest ring."""
+    """Kimi K3's sizes: 30 launches of the first configuration, and all ways of the warps with the smallest ring."""
     from k3plan.ops_cute.experts.moe_experts_tail import bind
 
     def run(launch: Any, everything: list[torch.Tensor], seed: int) -> None:
