@@ -35,13 +35,15 @@ def record_random(plan: LaunchPlan, *, seed: int = 0, timed: bool = True) -> Rec
 def record_buckets(plans: Sequence[LaunchPlan], *, seed: int = 0, timed: bool = True,
                    say: Callable[[str], None] = lambda line: None) -> Iterator[Record]:
     """The same for the plans of several buckets over one set of weights and one pool, most sequences first. ``say``
-    hears of each capture at once: all are timed launch by launch at the end."""
+    hears when all are bound and compiled, and of each capture at once: all are timed launch by launch at the end."""
     _need_gpu()
-    pool, captured = None, []
+    pool, captured, started = None, [], time.perf_counter()
     executables = bind_buckets(plans, RankRandom(seed), device="cuda", transport="loopback").executables
+    say(f"{len(executables)} buckets bound in {time.perf_counter() - started:.1f} s")
     started = time.perf_counter()
-    compile_launches(executables)
+    kernels = compile_launches(executables)
     compile_s = time.perf_counter() - started
+    say(f"{kernels} kernels compiled in {compile_s:.1f} s")
     for executable in executables:
         clear_inputs(executable)
         step, record = record_capture(executable, pool)

@@ -45,8 +45,8 @@ Clock = Callable[[LaunchPlan], tuple[float, Sequence[float]]]  # us of a step, a
 
 @dataclass(frozen=True)
 class Round:
-    """One plan that was timed: ``new`` of its choices had no time in a step before. ``lines`` has the best of each
-    kernel and shape that has such a time."""
+    """One plan that was timed: ``new`` of its choices had no time in a step before. ``lines`` are times in a step of
+    this search: those of the shortest step, and the best of each kernel and shape that it does not have."""
 
     plan: LaunchPlan
     us: float
@@ -67,6 +67,7 @@ def settle(spec: Spec, kernels: Sequence[KernelDef], alone: Iterable[Tuned], clo
     for line in alone:
         times[line.kernel, line.key][repr(sorted(line.config.items()))] = line
     extra, shortest = load_device(spec.gpu)["launch_in_step_us"], None
+    seen: dict[tuple[str, str, str], Tuned] = {}
 
     def best(of: dict[str, Tuned]) -> Tuned:
         return min(of.values(), key=lambda line: line.us + (0.0 if line.in_step else extra))
@@ -84,9 +85,12 @@ def settle(spec: Spec, kernels: Sequence[KernelDef], alone: Iterable[Tuned], clo
         believed = [line for line, _ in shorter.choices.values()]
         for line in [*believed, *(longer.charged(shorter) if longer else ())]:
             times[line.kernel, line.key][repr(sorted(line.config.items()))] = line
+            seen[line.kernel, line.key, repr(sorted(line.config.items()))] = line
         shortest = shorter
-        seen = tuple(best(of) for of in times.values() if any(line.in_step for line in of.values()))
-        yield Round(plan, us, new, seen)
+        found: dict[tuple[str, str], Tuned] = {}
+        for line in [*sorted(seen.values(), key=lambda line: -line.us), *believed]:
+            found[line.kernel, line.key] = line
+        yield Round(plan, us, new, tuple(found.values()))
         if not new and (us <= ALIKE * shortest.us or timed.choices.keys() == shortest.choices.keys()):
             return
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 from ...compiler.call import Scratch
@@ -84,17 +85,20 @@ def _plan(region: Region, slots: int, blocks: int, run: int, warps: int = WARPS)
 
 
 def configs(region: Region) -> list[dict[str, Any]]:
-    """As much in flight as fits first; fewer slots leave room for a neighbour's blocks. Then with more warps, where
-    each has fewer columns to multiply and more of them hide what one waits for; and with the projection beside the
-    experts first, whose weights are on their way while the producers end."""
-    fitting = [slots for slots in (6, 4, 3, 2) if _fits(region, slots)]
-    found: list[dict[str, Any]] = [{"slots": slots, "bulk": bulk} for bulk in (True, False) for slots in fitting]
+    """As much in flight as fits first; fewer slots leave room for a neighbour's blocks. More warps have fewer columns
+    each and hide more of what one waits for. With the projection beside the experts first, its weights are on their way
+    while the producers end. The first of each form, then the second of each."""
+    few: list[dict[str, Any]] = [{"slots": n, "bulk": True} for n in (6, 4, 3, 2) if _fits(region, n)]
+    many: list[dict[str, Any]] = []
     if _plan(region, 2, 132, 0, MANY).own_groups < _plan(region, 2, 132, 0).own_groups:
-        found += [{"slots": slots, "bulk": True, "warps": MANY} for slots in (5, 4, 3)
-                  if _fits(region, slots, warps=MANY)]
-    if "w" in region.binding:
-        found += [config | {"side_first": True} for config in found if config["bulk"]]
-    return found
+        many = [{"slots": n, "bulk": True, "warps": MANY} for n in (5, 4, 3) if _fits(region, n, warps=MANY)]
+    first = [[config | {"side_first": True} for config in of] for of in (few, many) if "w" in region.binding]
+    return in_turn(few, many, *first, [config | {"bulk": False} for config in few])
+
+
+def in_turn(*forms: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first of each form, then the second of each: a search that is cut off has seen all of them."""
+    return [config for turn in zip_longest(*forms) for config in turn if config is not None]
 
 
 def gathered_configs(region: Region) -> list[dict[str, Any]]:

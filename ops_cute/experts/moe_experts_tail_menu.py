@@ -10,7 +10,7 @@ from ...compiler.fusions import MOE_EXPERTS_TAIL, MOE_EXPERTS_TAIL_ADD_MIX
 from ...compiler.kernel import KernelDef, Region
 from ..all_reduce_attn_res_menu import mailbox
 from ..shared_memory import LIMIT
-from .moe_experts_menu import ARCH, MOST_BLOCKS, needs_side
+from .moe_experts_menu import ARCH, MOST_BLOCKS, in_turn, needs_side
 from .moe_experts_menu import scratch as experts_scratch
 from .plan import MANY, TOKENS, WARPS
 from .tail_plan import MIX_BLOCKS, PACK, ROWS, STEP, Mixed, Tail
@@ -45,9 +45,9 @@ def _fits(region: Region, slots: int, warps: int) -> bool:
 def configs(region: Region) -> list[dict[str, Any]]:
     """As much in flight as fits first, with the shared expert's product before the experts. More warps mix a row in
     fewer turns."""
-    return [{"slots": slots, "warps": warps, "side_first": first}
-            for warps in ((MANY, WARPS) if _blocks(region) else (WARPS, MANY)) for first in (True, False)
-            for slots in (6, 5, 4, 3, 2) if _fits(region, slots, warps)]
+    return in_turn(*([{"slots": slots, "warps": warps, "side_first": first}
+                      for slots in (6, 5, 4, 3, 2) if _fits(region, slots, warps)]
+                     for warps in ((MANY, WARPS) if _blocks(region) else (WARPS, MANY)) for first in (True, False)))
 
 
 def needs(region: Region) -> str | None:

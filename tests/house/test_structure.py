@@ -30,7 +30,7 @@ FOLDERS = {"k3plan": "k3plan"} | {f"k3plan.{f}": f for f in ("compiler", "ops_tr
 # waits, proved for every launch of a plan, 100; a word and a fix for what callers from Python pass by mistake, 90
 COMPILER_AND_GRAPHS_LINES = 10270
 # rooms beside the pipeline, each with its own budget: one can leave them all out and still compile, bind and run
-ROOM_LINES = {"graphs/debug": 4660, "graphs/module": 1500, "graphs/distributed": 1200}
+ROOM_LINES = {"graphs/debug": 4700, "graphs/module": 1500, "graphs/distributed": 1200}
 STAGE_FILE_LINES = 300
 KERNEL_FILE_LINES = 600
 FUNCTION_LINES = 60

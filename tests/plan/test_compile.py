@@ -235,7 +235,8 @@ def test_every_algebra_costs_what_auto_said() -> None:
             choices = [f"choices.{name}={v}" for name, v in (taken | {alternative.choice: value}).items()]
             forced = compile_spec(load_spec(path, choices), menu, tuned)
             assert getattr(forced.spec.choices, alternative.choice) == value
-            assert forced.us == pytest.approx(us, rel=1e-4), alternative.choice
+            # layers with many residual blocks, which no sample has, are tuned apart under each algebra
+            assert forced.us == pytest.approx(us, rel=1e-3), alternative.choice
 
 
 @pytest.mark.parametrize("query", [1, 2, 8])
@@ -260,19 +261,20 @@ def test_on_a_gpu_that_nobody_measured_all_prices_are_guesses() -> None:
     assert not [reason for choice in plan.choices for *_, reason in choice.losers if "never timed" in reason]
 
 
-@pytest.mark.parametrize(("query", "kda", "mla"), [(1, 8, 11), (8, 9, 12)])
-def test_an_h200_has_as_many_launches_as_measured(query: int, kda: int, mla: int) -> None:
-    """A layer with experts: 10 and 13 at most are promised at one row."""
+@pytest.mark.parametrize(("query", "kda", "mla"), [(1, {6, 7, 8}, {9, 10, 11}), (8, {7, 8}, {10, 11})])
+def test_an_h200_has_as_many_launches_as_measured(query: int, kda: set[int], mla: set[int]) -> None:
+    """A layer with experts: 10 and 13 at most are promised at one row. Which of it are one launch was settled for each
+    number of residual blocks."""
     plan = compile_spec(load_spec(K3.with_name("k3-h200-tp16.yaml"), (f"step.query={query}",)), kernels(),
                         tuning("h200"))
     attention, mlp = plan.spec.model.attention, plan.spec.model.mlp
     counts = {kind: {sum(launch.layer == layer for launch in plan.launches) for layer in range(2, len(mlp) - 1)
                      if attention[layer] == kind} for kind in ("kda", "mla")}
-    assert counts == {"kda": {kda}, "mla": {mla}}
+    assert counts == {"kda": kda, "mla": mla}
 
 
 def test_a_kernel_that_was_never_timed_leaves_the_h200_its_timed_ones() -> None:
-    experts = {"cute.moe_experts", "cute.moe_experts_shared"}
+    experts = {kernel.id for kernel in kernels() if kernel.id.startswith("cute.moe_experts")}
     for query in (1, 8):
         spec = load_spec(K3.with_name("k3-h200-tp16.yaml"), ("model.layers=[1, 3]", f"step.query={query}"))
         with_times = compile_spec(spec, kernels(), tuning("h200"))
@@ -290,7 +292,8 @@ def test_an_op_of_torch_that_was_never_timed_leaves_the_h200_its_timed_kernel(se
     path, rows = K3.with_name("k3-h200-tp16.yaml"), f"step.sequences={sequences}"
     plan = compile_spec(load_spec(path, ("model.layers=[3]", rows)), kernels(), tuning("h200"))
     assert {c.kernel for c in plan.choices if c.kernel.startswith("torch.")} <= {"torch.linear"}
-    assert "  not torch.mla_attend: torch.mla_attend " in explain(plan, "triton.mla_attend")
+    (core,) = {c.kernel for c in plan.choices} & {"triton.mla_attend", "cute.mla_attend"}
+    assert "  not torch.mla_attend: torch.mla_attend " in explain(plan, core)
 
 
 def test_both_ways_to_take_rows_back_are_planned_and_priced_in_bytes() -> None:
