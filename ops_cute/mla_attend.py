@@ -42,7 +42,9 @@ bytes / 4.44 TB/s) 4.5 or 3.4 us at one sequence whatever its rows, 19.4 or 10.9
 verify rows: 1.7 us at half of the matrix units' rate. Between blocks 0.8 MB at one row of a sequence; 6.3 at 8 verify
 rows, written, read and zeroed. Shared memory, 128 bytes a cycle, 64 entries: 1,100 cycles for entries twice; at 48
 query rows 900 more for the query and 800 for scores on their way between warps.
-It compiles for sm_90a, sm_100a and sm_103a and was compared on the emulator. **It has never run on a GPU.**
+Measured on an H200 (TP16, context 8192, bf16, cold, dependent launch): one row 8.7 us alone and 7.8 in the step, where
+``triton.mla_attend`` takes 9.1 and 12.4; 8 sequences 22.3 alone, Triton 32.8. Not timed: verify rows, fp8, 64 sequences.
+On sm_100a and sm_103a it only compiles.
 """
 from __future__ import annotations
 
