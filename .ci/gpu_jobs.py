@@ -27,11 +27,11 @@ class Job:
 
 
 JOBS = (
-    Job("ranks", "pytest -q -x -m gpu tests/distributed/test_on_gpus.py", 150, gpus=2),
+    Job("ranks", "pytest -v -m gpu tests/distributed/test_on_gpus.py", 240, gpus=2),
     Job("ranks-check", f"k3plan launch check {TP2} --set 'model.layers=[0,1,2,3,4]'", 100, gpus=2),
     Job("ranks-bench", f"k3plan launch bench {TP2} --set 'model.layers=[0,1,2,3,4,5,6,7,8,9,10,11]'", 100, gpus=2),
-    Job("links", f"k3plan launch links {TP2}", 120, gpus=2),
-    Job("module-ranks", "pytest -q -m gpu tests/module/test_on_gpu.py -k two_ranks", 60, gpus=2),
+    Job("links", f"k3plan launch links {TP2} --seconds $((SECONDS_LEFT - 40))", 240, gpus=2),
+    Job("module-ranks", "pytest -q -m gpu tests/module/test_on_gpu.py -k two_ranks", 150, gpus=2),
     # kernels that no GPU has run: before they are timed
     Job("first", "pytest -q -m gpu tests/cute/test_moe_experts_tail.py tests/cute/test_settled_blocks.py "
                  "-n 8", 300),
@@ -51,13 +51,15 @@ JOBS = (
     Job("numerics", f"k3plan tune {TP16} --only mla_attend,experts --rows 1x1,8x1 --seconds $((SECONDS_LEFT - 30)) "
                     "--set numerics.kv_cache=fp8_e4m3 --set numerics.expert_activation=mxfp8 --out $OUT/fp8.json", 180),
     # correct before fast: two of these share a GPU
-    Job("collectives", "pytest -q -m gpu tests/cute/test_collectives.py", 400),
+    Job("collectives", "pytest -q -m gpu tests/cute/test_collectives.py -n 8", 400),
     Job("cute", "pytest -q -m gpu tests/cute/test_on_device.py -n 4", 300, share=0.5),
     Job("experts", "pytest -q -m gpu tests/cute/test_moe.py tests/cute/test_moe_emulated.py -n 4", 200, share=0.5),
     Job("staged", "pytest -q -m gpu tests/cute/test_staged_linear.py -n 2", 100, share=0.5),
-    Job("sanitizers", "set -o pipefail; for tool in memcheck racecheck synccheck; do echo $tool; compute-sanitizer "
-                      "--target-processes all --tool $tool --error-exitcode 9 --print-limit 20 pytest -q -m gpu "
-                      "tests/cute/test_on_device.py -k tp16-S2xL1 2>&1 | tail -60 || exit 9; done", 300, asked=True),
+    # calls of the driver that fail by design are no errors; frames of the host say nothing about a kernel
+    Job("sanitizers", "worst=0; for tool in memcheck racecheck synccheck; do echo $tool; compute-sanitizer "
+                      "--target-processes all --tool $tool --report-api-errors no --error-exitcode 9 --print-limit 20 "
+                      "pytest -q -m gpu tests/cute/test_on_device.py -k tp16-S2xL1 > $OUT/$tool.txt 2>&1 || worst=9; "
+                      "grep -v 'Host Frame' $OUT/$tool.txt | head -200; done; exit $worst", 300, asked=True),
     Job("triton", "pytest -q -m gpu tests/math/test_kernels.py tests/math/test_query_exchange.py -n 6", 400, share=0.5),
     Job("debugger", "pytest -q -m gpu tests/debug tests/graphs -n 2", 300, share=0.5),
     Job("module", "pytest -q -m gpu tests/module -k 'not two_ranks'", 150, share=0.5),

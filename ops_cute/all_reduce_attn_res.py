@@ -10,10 +10,10 @@ Layout: a row is a cluster of ``cluster`` blocks; a thread has 8 columns, one fr
 and norm are those of ``row_mix.py``. Products of the blocks alone are made while the parts of the other ranks travel;
 when they have come only the products with p are new. In a ``settled`` configuration blocks that are settled, and a
 settled prefix, are read and folded before the wait for the producers, so that the four sums are all that the row
-exchanges when the parts have come; its own part a rank then publishes behind the fold. On an H200 in loopback it takes as
-long as the other, 2.6 to 2.7 us alone and 4.2 in the step. Where nothing is settled it is the other form to the instruction. Sums go to every block of the
-cluster by stores whose bytes a barrier there counts (a cluster barrier would have to wait for the stores to the other
-ranks as well).
+exchanges when the parts have come; its own part a rank then publishes behind the fold. On an H200 in loopback it takes
+as long as the other, 2.6 to 2.7 us alone and 4.2 in the step. Where nothing is settled it is the other form to the
+instruction. Sums go to every block of the cluster by stores whose bytes a barrier there counts (a cluster barrier would
+have to wait for the stores to the other ranks as well).
 
 Parts travel in one shot, each to every rank, or in two: each to the rank that owns its columns, and the sum from there
 to every rank. Two shots cost a hop and send 2/ranks of the bytes.

@@ -24,8 +24,8 @@ Another form, of ``settled`` configurations where a block is settled: a thread h
 read, scored and folded into one source before the wait, with an exchange of their own (``row_mix.py``). Behind the wait
 a thread loads two fragments, prefix and delta, and the row exchanges four sums, however many blocks there are: 271
 instructions from the wait to the end with one block and 267 with eight, where the form above has 538 and 700 (sm_90a,
-4 warps). With 28 warps, for up to 4 blocks, a row is one block of threads, which exchanges nothing. On an H200 in a chain of
-its like: 1.1 us with 4 warps, 1.2 with 7, 1.8 to 2.0 with 28; the form above takes 1.7 to 2.1.
+4 warps). With 28 warps, for up to 4 blocks, a row is one block of threads, which exchanges nothing. On an H200 in a
+chain of its like: 1.1 us with 4 warps, 1.2 with 7, 1.8 to 2.0 with 28; the form above takes 1.7 to 2.1.
 
 Waits: barriers, ``score``, ``weight`` and settled blocks before the wait for the producers; fresh blocks, prefix and
 delta after it (any earlier kernel may still be running before it, so they may not be read sooner). The trigger is the

@@ -41,7 +41,7 @@ from cutlass.cute.runtime import make_ptr
 
 from ..compiler.errors import BindError
 from ..compiler.knobs import carveout
-from . import cubin_cache
+from . import compile_pool, cubin_cache
 
 DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: cutlass.BFloat16, torch.float32: cutlass.Float32, torch.float16: cutlass.Float16,
@@ -106,6 +106,11 @@ class KernelLaunch:
     def compile(self) -> None:
         """Compiles the kernel for this machine's GPU, where that is still to be done."""
         compile_kernel(self, target_of(torch.device("cuda")))
+
+    @staticmethod
+    def compile_many(launches: Sequence[KernelLaunch], workers: int) -> None:
+        """The same for all of ``launches``, side by side in up to ``workers`` processes."""
+        compile_kernels(launches, target_of(torch.device("cuda")), workers)
 
 
 @dataclass(frozen=True)
@@ -185,12 +190,48 @@ def compile_kernel(launch: KernelLaunch, target: str) -> Compiled:
     """
     key = content_key(launch, target)
     with _COMPILING:
-        if key not in _COMPILED:
-            kept = cubin_cache.load(key)
-            _COMPILED[key] = Compiled(*kept) if kept else _compile(launch, target)
-            if not kept:
-                cubin_cache.store(key, _COMPILED[key].name, _COMPILED[key].cubin)
+        if not _known(key):
+            _keep(key, _compile(launch, target))
         return _COMPILED[key]
+
+
+def compile_kernels(launches: Sequence[KernelLaunch], target: str, workers: int) -> None:
+    """Compiles what is still to be done of ``launches``, side by side where that pays. Needs no GPU.
+
+    Raises what the DSL raises.
+    """
+    todo = {content_key(launch, target): launch for launch in launches}
+    todo = {key: launch for key, launch in todo.items() if not _known(key)}
+    wanted = [found for key, launch in todo.items() if (found := _as_data(key, launch, target))]
+    for key, name, cubin in compile_pool.compile_apart(wanted, compile_pool.workers_for(len(wanted), workers)):
+        _keep(key, Compiled(name, cubin))
+    for launch in todo.values():  # what is left: a handful, or a worker's that failed, whose error is raised here
+        compile_kernel(launch, target)
+
+
+def _known(key: str) -> bool:
+    """Whether a kernel is compiled, here or by another process."""
+    if key not in _COMPILED and (kept := cubin_cache.load(key)):
+        _COMPILED[key] = Compiled(*kept)
+    return key in _COMPILED
+
+
+def _keep(key: str, compiled: Compiled) -> None:
+    _COMPILED[key] = compiled
+    cubin_cache.store(key, compiled.name, compiled.cubin)
+
+
+def _as_data(key: str, launch: KernelLaunch, target: str) -> compile_pool.Wanted | None:
+    """``launch`` for another process. None where that cannot have it: a kernel that no module has by its name."""
+    body = inspect.unwrap(launch.kernel)
+    pointers = {name: None if isinstance(value, int) else (value.dtype, _shape_of(value)[1])
+                for name, value in launch.arguments.items()}
+    if getattr(sys.modules[body.__module__], body.__name__, None) is not launch.kernel or any(
+            kind and kind[1] < kind[0].itemsize for kind in pointers.values()):
+        return None
+    rest = {name: getattr(launch, name) for name in ("grid", "threads", "parameters", "cluster", "shared", "dependent",
+                                                     "blocks_per_sm")}
+    return compile_pool.Wanted(key, body.__module__, body.__name__, rest, pointers, target)
 
 
 @cute.jit

@@ -43,8 +43,8 @@ verify rows: 1.7 us at half of the matrix units' rate. Between blocks 0.8 MB at 
 rows, written, read and zeroed. Shared memory, 128 bytes a cycle, 64 entries: 1,100 cycles for entries twice; at 48
 query rows 900 more for the query and 800 for scores on their way between warps.
 Measured on an H200 (TP16, context 8192, bf16, cold, dependent launch): one row 8.7 us alone and 7.8 in the step, where
-``triton.mla_attend`` takes 9.1 and 12.4; 8 sequences 22.3 alone, Triton 32.8. Not timed: verify rows, fp8, 64 sequences.
-On sm_100a and sm_103a it only compiles.
+``triton.mla_attend`` takes 9.1 and 12.4; 8 sequences 22.3 alone, Triton 32.8. Verify rows, fp8 and 64 sequences were
+not timed. On sm_100a and sm_103a it only compiles.
 """
 from __future__ import annotations
 

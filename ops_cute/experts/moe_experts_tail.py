@@ -16,7 +16,7 @@ room before the experts' have left (6.9 us in a step for what takes 4.9 in a cha
 row), and the latent's way through memory. What it costs: the hop of the summed latent, and the shared memory that the
 next layer's in-projection fills ahead while a small tail runs: here the blocks keep it until their columns are sent.
 Measured on an H200 (TP16, loopback, cold): 15.7 us at one row (14.9 in the step) and 53.6 at 8, with the attention
-residuals 20.2 and 56.5. A step of one row is as long with it as with two launches, to 2 %; one of 8 is shorter with two.
+residuals 20.2 and 56.5. A step of one row is as long with it as with two launches (to 2 %), one of 8 longer.
 
 Waits: those of ``moe_experts.py``, then (0) "parts of the latent", (1) "parts of the shared columns", (2) "summed
 latent" of this rank, (3) "finished columns" of all ranks. No block waits in a stage before it has sent all that it has

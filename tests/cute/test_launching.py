@@ -16,11 +16,12 @@ import cutlass.cute as cute
 
 from k3plan.compiler.errors import BindError
 from k3plan.compiler.launches import LaunchSequence
-from k3plan.ops_cute import compile_check, launching
+from k3plan.ops_cute import compile_check, compile_pool, launching
 from k3plan.ops_cute.launching import (
     KernelLaunch,
     await_producers,
     compile_kernel,
+    compile_kernels,
     content_key,
     fingerprint,
     function_name,
@@ -96,6 +97,39 @@ def test_a_compiled_kernel_is_kept_for_other_processes(monkeypatch: pytest.Monke
     monkeypatch.setattr(launching, "_compile", lambda launch, target: first)
     monkeypatch.setenv("K3PLAN_CACHE", str(kept))
     assert compile_kernel(launch_on("meta", 1024), "sm_90a") == first
+
+
+def test_many_kernels_are_compiled_by_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by one of two, as this one would; pointers that are aligned to less are other kernels."""
+    monkeypatch.setenv("K3PLAN_CACHE", "off")
+    monkeypatch.setattr(launching, "_COMPILED", {})
+    monkeypatch.setattr(compile_pool, "workers_for", lambda kernels, most: min(2, kernels))
+    odd = launch_on("cpu", 256)
+    odd = replace(odd, arguments={**odd.arguments, "x": torch.zeros(257)[1:]})
+    launches = [launch_on("cpu", 256), odd, launch_on("cpu", 768), launch_on("cpu", 256, offset=9)]
+    alone = {content_key(launch, "sm_90a"): launching._compile(launch, "sm_90a") for launch in launches}
+    with monkeypatch.context() as patch:
+        patch.setattr(launching, "_compile", lambda launch, target: pytest.fail("compiled here"))
+        compile_kernels(launches, "sm_90a", 2)
+        assert alone == launching._COMPILED
+        compile_kernels(launches, "sm_90a", 2)  # nothing is left to do
+    assert len(alone) == 3
+
+
+def test_what_other_processes_cannot_compile_is_compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And if it cannot be compiled at all, with its own error."""
+    monkeypatch.setenv("K3PLAN_CACHE", "off")
+    monkeypatch.setattr(launching, "_COMPILED", {})
+    monkeypatch.setattr(compile_pool, "workers_for", lambda kernels, most: 1)
+    good, bad = launch_on("meta", 256), replace(launch_on("meta", 512), parameters=Pairs(-1))
+    with pytest.raises(ValueError, match="strictly positive"):
+        compile_kernels([good, bad], "sm_90a", 2)
+    assert list(launching._COMPILED) == [content_key(good, "sm_90a")]
+
+
+def test_a_handful_of_kernels_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_pool.os, "sched_getaffinity", lambda _: range(16))
+    assert [compile_pool.workers_for(kernels, 12) for kernels in (0, 7, 8, 40, 400)] == [0, 0, 1, 5, 12]
 
 
 def test_what_changes_the_code_changes_the_key() -> None:

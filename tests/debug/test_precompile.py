@@ -1,6 +1,7 @@
 """Equal launches are compiled once, and a compiler's error is not lost in a thread."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -33,6 +34,22 @@ def test_each_kernel_once() -> None:
     step = SimpleNamespace(steps=(a, LaunchSequence((b, again)), lambda: None))
     assert compile_launches([step, step]) == 2
     assert sorted(log) == ["a", "b"]
+
+
+class Many(Launch):
+    """A kind that compiles its launches together."""
+
+    @staticmethod
+    def compile_many(launches: Sequence[Launch], workers: int) -> None:
+        for launch in launches:
+            launch.log.append(f"{launch.name} of {len(launches)}")
+
+
+def test_kinds_that_can_compile_theirs_together() -> None:
+    log: list[str] = []
+    step = SimpleNamespace(steps=(Many("a", log), Launch("b", log), LaunchSequence((Many("c", log), Many("a", log)))))
+    assert compile_launches([step]) == 3
+    assert sorted(log) == ["a of 2", "b", "c of 2"]
 
 
 def test_an_error_comes_out() -> None:
