@@ -6,6 +6,7 @@ belongs in the plan file, where the plan's key covers it.
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 
 from .errors import BindError
@@ -54,6 +55,11 @@ def switch_off_multicast() -> None:
 def rank_environment() -> dict[str, str]:
     """The environment of processes that are to be the ranks of a plan."""
     return {**os.environ, **WITHOUT_MULTICAST, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "rank ${rank}: "}
+
+
+def worker_environment() -> dict[str, str]:
+    """The environment of a process that is to find every module where this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def started_as_rank() -> bool:

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from ..compiler.knobs import worker_environment
+
 EACH = 8  # kernels of a worker, whose start takes as long as they do
 
 
@@ -41,14 +43,13 @@ def workers_for(kernels: int, most: int) -> int:
 def compile_apart(wanted: Sequence[Wanted], workers: int) -> list[tuple[str, str, bytes]]:
     """Compiles ``wanted`` in ``workers`` processes: key, name of the function and cubin of each. Kernels of a worker
     that fails are missing in the result; it said why on standard error."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     running: list[subprocess.Popen[bytes]] = []
     for index in range(workers):
         with tempfile.TemporaryFile() as work:
             pickle.dump(list(wanted[index::workers]), work)
             work.seek(0)
             running.append(subprocess.Popen([sys.executable, "-m", __name__], stdin=work, stdout=subprocess.PIPE,
-                                            env=environment))
+                                            env=worker_environment()))
     made: list[tuple[str, str, bytes]] = []
     for worker in running:
         found, _ = worker.communicate()
