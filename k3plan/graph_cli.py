@@ -228,7 +228,7 @@ def crash(command: Annotated[list[str], typer.Argument(help="The command, after 
     from .graphs.debug.record import load_capture
 
     found = run_watched(command, folder, limit=limit, capture=load_capture(record, plan) if record else None,
-                        origins=load_origins(yaml))
+                        origins=load_origins(yaml), echo=partial(typer.echo, nl=False, err=True))
     typer.echo(json.dumps(found.as_json(), indent=1) if json_ else str(found))
     raise typer.Exit(int(bool(found.findings)))
 

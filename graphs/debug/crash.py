@@ -6,13 +6,14 @@ its time is asked for a dump of what runs, then for its stacks, and then ended.
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from .record import Record
 TAIL = 40  # lines of the command's output that are kept
 OURS = ("core.*", "pipe.*", "gdb.*", "launches.jsonl", "output.txt")
 GRACE = 20.0  # seconds for a dump, then for the stacks
+LOOK = 0.2  # seconds between two looks at the output
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,11 @@ class Log:
 
 
 def run_watched(command: Sequence[str], folder: str | Path, *, limit: float = 600.0,
-                capture: tuple[Record, LaunchPlan] | None = None, origins: Mapping[str, Origin] | None = None
-                ) -> Crash:
+                capture: tuple[Record, LaunchPlan] | None = None, origins: Mapping[str, Origin] | None = None,
+                echo: Callable[[str], object] = lambda text: None) -> Crash:
     """Runs ``command`` and explains its end. ``folder`` takes the dump, the log and the output, in place of those of a
     run before; ``capture`` is a record of the graph that it replays, which tells kernels and launches apart where the
-    log cannot; ``origins`` give the line of the plan file.
+    log cannot; ``origins`` give the line of the plan file. ``echo`` gets the output while it is written.
 
     Raises DebugError: no command, or one that cannot be started.
     """
@@ -87,14 +89,16 @@ def run_watched(command: Sequence[str], folder: str | Path, *, limit: float = 60
                 "CUDA_COREDUMP_PIPE": str(folder / "pipe.%p"), "PYTHONFAULTHANDLER": "1",
                 LAUNCH_LOG.name: str(folder / "launches.jsonl")}
     started = time.monotonic()
-    with (folder / "output.txt").open("w") as out:
+    with (folder / "output.txt").open("w") as out, (folder / "output.txt").open(errors="replace") as written:
         # env, so that this process need not look at its own environment
         process = subprocess.Popen(["env", *(f"{k}={v}" for k, v in settings.items()), *command], stdout=out,
                                    stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            status: int | None = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            status = None
+        status: int | None = None
+        while status is None and time.monotonic() - started < limit:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(min(LOOK, limit))
+            echo(written.read())
+        if status is None:
             _end(process, folder)
     if status == 127:
         raise DebugError(f"{command[0]}: no such command\n  fix: give the command as in a shell, after --")

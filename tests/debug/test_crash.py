@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +48,18 @@ The exception was triggered at PC 0x5ff3bb8 (attend.py:14)
 
 def run(how: str, tmp_path: Path, limit: float = 60.0):
     return run_watched([sys.executable, FAULTY, "cpu", how], tmp_path, limit=limit)
+
+
+def test_its_output_is_heard_while_it_runs(tmp_path: Path) -> None:
+    """What it says first comes before it ends, and all of it once."""
+    heard: list[tuple[float, str]] = []
+    command = "import sys, time; print('one', flush=True); time.sleep(1.5); print('two', file=sys.stderr)"
+    crash = run_watched([sys.executable, "-c", command], tmp_path, limit=60.0,
+                        echo=lambda text: heard.append((time.monotonic(), text)))
+    said = [(at, text) for at, text in heard if text]
+    assert "".join(text for _, text in said) == "one\ntwo\n"
+    assert crash.output == ("one", "two")
+    assert said[-1][0] - said[0][0] > 0.5
 
 
 def test_a_command_that_ends_well(tmp_path: Path) -> None:
