@@ -176,7 +176,8 @@ def made_tensors(plan: LaunchPlan, checkpoint: Checkpoint) -> dict[str, Tensor]:
     layer = DecodeLayer.from_plan(cpu, checkpoint)
     tensors = {n: t.clone() for n, t in layer.executables[0].ranks[0].tensors.items()
                if n in plan.buffers and plan.buffers[n].kind in ("weight", "state", "cache", "index")}
-    query, generator = plan.spec.step.query, torch.Generator().manual_seed(0)
+    # of seed 0 a row has two experts nearly alike, and takes the other one when an op less is rounded
+    query, generator = plan.spec.step.query, torch.Generator().manual_seed(1)
     for name in plan.inputs:
         shape = plan.tensors[name].shape
         if plan.tensors[name].dtype == "bf16":
