@@ -10,8 +10,8 @@ from dataclasses import dataclass
 TP16, TP2 = "examples/k3-h200-tp16.yaml", "examples/k3-h200-tp2.yaml"
 ROWS = "1x1,1x8,8x1,64x1"
 TABLE = "ops_cute/tuned/h200.json"
-# not timed in their present form
-NEW = "cute.staged,cute.moe,cute.mla,cute.attn_res,cute.all_reduce,cute.linear_all_reduce"
+# not timed at all sizes in their present form
+NEW = "cute.mla,cute.moe_experts,cute.all_reduce,cute.kda"
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ JOBS = (
     Job("ranks-bench", f"k3plan launch bench {TP2} --set 'model.layers=[0,1,2,3,4,5,6,7,8,9,10,11]'", 100, gpus=2),
     Job("links", f"k3plan launch links {TP2} --seconds $((SECONDS_LEFT - 40))", 240, gpus=2),
     Job("module-ranks", "pytest -q -m gpu tests/module/test_on_gpu.py -k two_ranks", 150, gpus=2),
-    # kernels that no GPU has run: before they are timed
-    Job("first", "pytest -q -m gpu tests/cute/test_moe_experts_tail.py tests/cute/test_settled_blocks.py "
+    # kernels whose blocks all wait for each other: before they are timed
+    Job("waits", "pytest -q -m gpu tests/cute/test_moe_experts_tail.py tests/cute/test_settled_blocks.py "
                  "-n 8", 300),
     Job("attend", "pytest -q -m gpu tests/cute/test_mla_attend.py -n 6", 300),
-    # what was never timed in its present form, each GPU a kernel; on one of them the plan that follows from it
-    Job("tune", f"cp {TABLE} $OUT/h200.json && k3plan tune {TP16} --only {NEW} --rows {ROWS} --shapes 2 --most 10 "
+    # each GPU a kernel; on one of them the plan that follows from it
+    Job("tune", f"cp {TABLE} $OUT/h200.json && k3plan tune {TP16} --only {NEW} --rows {ROWS} --shapes 2 --most 8 "
                 "--seconds $((SECONDS_LEFT - 300)) --times $OUT/times.json --in-step --out $OUT/h200.json && "
                 f"cp $OUT/h200.json {TABLE} && k3plan bench {TP16} --profiles auto,stock --rows {ROWS}", 580, gpus=2),
     # settles the step twice, with KDA's trigger early and late
