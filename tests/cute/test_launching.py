@@ -1,6 +1,7 @@
 """The launch layer of the CuTe DSL kernels: what is one compiled kernel and what is two, and that a launch runs."""
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,12 @@ import cutlass
 import cutlass.cute as cute
 
 from k3plan.compiler.errors import BindError
-from k3plan.compiler.launches import LaunchSequence
+from k3plan.compiler.launches import LaunchSequence, kernels_of
+from k3plan.compiler.reading.source import load_spec
+from k3plan.face import kernels
+from k3plan.graphs.bench import random_inputs
+from k3plan.graphs.launch import allocate, bind_region, scratch_of
+from k3plan.graphs.tune import jobs
 from k3plan.ops_cute import compile_check, compile_pool, launching
 from k3plan.ops_cute.launching import (
     KernelLaunch,
@@ -125,6 +131,22 @@ def test_what_other_processes_cannot_compile_is_compiled_here(monkeypatch: pytes
     with pytest.raises(ValueError, match="strictly positive"):
         compile_kernels([good, bad], "sm_90a", 2)
     assert list(launching._COMPILED) == [content_key(good, "sm_90a")]
+
+
+@pytest.mark.parametrize("gpu", ["h200", "gb300"])
+def test_every_kernel_of_the_menu_can_be_compiled_elsewhere(gpu: str) -> None:
+    """What says all of a launch is data that another process can read."""
+    spec = load_spec(Path(__file__).resolve().parents[2] / f"examples/k3-{gpu}-tp16.yaml", ("model.layers=[0, 1, 3]",))
+    ours = [kernel for kernel in kernels() if kernel.id.startswith("cute.")]
+    found = {job.region.kernel.id: job for job in jobs(spec, ours, ((8, 1), (64, 1))) if job.region.kernel in ours}
+    assert len(found) > 15
+    for job in found.values():
+        scratch = {name: allocate(one, "meta") for name, one in scratch_of(job.region, job.configs[0]).items()}
+        bound = bind_region(job.region, random_inputs(job.region, "meta"), job.configs[0], scratch=scratch)
+        for launch in kernels_of(bound):
+            wanted = launching._as_data("key", launch, "sm_90a")
+            assert wanted is not None, job.region.kernel.id
+            assert pickle.loads(pickle.dumps(wanted)) == wanted
 
 
 def test_a_handful_of_kernels_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
