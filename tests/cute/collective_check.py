@@ -188,24 +188,26 @@ def _streams(count: int) -> list[torch.cuda.Stream]:
 
 
 def evaluate(region: Region, ranks: Sequence[Mapping[str, Tensor]], *, rounded: bool, loopback: bool = False,
-             shots: int = 1) -> list[dict[str, Tensor]]:
+             shots: int = 1, alike: int = 1) -> list[dict[str, Tensor]]:
     """Every value of every rank by the ops' meaning, in fp32 throughout or rounded to declared dtypes. In loopback two
-    shots make another sum than one: what this rank sums as an owner comes back as that of each owner."""
+    shots make another sum than one: what this rank sums as an owner comes back as that of each owner. One rank may
+    stand for ``alike`` that have what it has."""
     values = [{n: t.clone() if rounded or not t.dtype.is_floating_point else t.float() for n, t in own.items()}
               for own in ranks]
     for node in region.nodes:
-        definition, name = OPS[node.op], node.outputs[0]
+        definition = OPS[node.op]
         if loopback and node.op == "reduce_scatter":
             # what goes to another rank comes back: the parts of this rank are added
             results = [_fold(own[node.inputs[0]], len(values)) for own in values]
         elif loopback and node.op == "all_reduce" and shots == 2:
             results = [_fold(own[node.inputs[0]], len(values)).repeat(1, len(values)) for own in values]
         elif definition.kind == "comm":
-            results = definition.fn([own[node.inputs[0]] for own in values], **node.attrs)
+            results = definition.fn([own[node.inputs[0]] for own in values] * alike, **node.attrs)[: len(values)]
         else:
             results = [definition.fn(*(own[n] for n in node.inputs), **node.attrs) for own in values]
-        for own, result in zip(values, results, strict=True):
-            own[name] = result.to(TORCH_DTYPES[region.graph.values[name].dtype]) if rounded else result
+        for own, found in zip(values, results, strict=True):
+            for name, result in zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True):
+                own[name] = result.to(TORCH_DTYPES[region.graph.values[name].dtype]) if rounded else result
     return values
 
 

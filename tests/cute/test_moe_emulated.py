@@ -20,7 +20,6 @@ from kernel_check import Case, Setting
 from k3plan.compiler.call import emulated_links, loopback_link
 from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.kernel import Menu, Region
-from k3plan.compiler.ops import OPS
 from k3plan.graphs.launch import allocate, arguments_of, make_call, scratch_of
 from k3plan.graphs.load import TORCH_DTYPES
 from k3plan.ops_cute import moe_front_menu
@@ -336,21 +335,8 @@ def check_ranks(region: Region, setting: Setting, bind: Any, run: Any, device: s
 
 def compare_ranks(region: Region, setting: Setting, ranks: list[dict[str, torch.Tensor]], seed: int) -> None:
     """One rank stands for all of its group, which have what it has."""
-    exact, chain = ([dict(own) for own in ranks] for _ in range(2))
-    for values, rounded in ((exact, False), (chain, True)):
-        for own in values:
-            own |= {n: own[n] if rounded or not own[n].dtype.is_floating_point else own[n].float()
-                    for n in region.inputs}
-        for node in region.nodes:
-            for index, own in enumerate(values):
-                definition = OPS[node.op]
-                if definition.kind == "comm":
-                    group = [v[node.inputs[0]] for v in values] * (setting.tp if len(values) == 1 else 1)
-                    found = definition.fn(group, **node.attrs)[index]
-                else:
-                    found = definition.fn(*(own[n] for n in node.inputs), **node.attrs)
-                for name, result in zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True):
-                    own[name] = result.to(TORCH_DTYPES[region.graph.values[name].dtype]) if rounded else result
+    alike = setting.tp if len(ranks) == 1 else 1
+    exact, chain = (collective_check.evaluate(region, ranks, rounded=rounded, alike=alike) for rounded in (False, True))
     case = Case(region.kernel.id, region, {}, setting)
     for rank, own in enumerate(ranks):
         for name in region.outputs:
