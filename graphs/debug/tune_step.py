@@ -41,6 +41,7 @@ from .walk import record_capture
 ROUNDS = 12  # the table has the shortest step whenever it ends
 ALIKE = 1.003  # times of one step from capture to capture
 Clock = Callable[[LaunchPlan], tuple[float, Sequence[float]]]  # us of a step, and of each launch in it
+_At = tuple[str, str, str]  # kernel, shape and configuration
 
 
 @dataclass(frozen=True)
@@ -63,36 +64,37 @@ def settle(spec: Spec, kernels: Sequence[KernelDef], alone: Iterable[Tuned], clo
            rounds: int = ROUNDS) -> Iterator[Round]:
     """Plans and times ``spec`` until nothing is new. ``alone`` are times of kernels alone, of several configurations
     of a shape where there are, the later ones of equal configuration first in rank."""
-    times: dict[tuple[str, str], dict[str, Tuned]] = defaultdict(dict)
-    for line in alone:
-        times[line.kernel, line.key][repr(sorted(line.config.items()))] = line
+    times = {_at(line): line for line in alone}
+    seen: dict[_At, Tuned] = {}  # in this search
     extra, shortest = load_device(spec.gpu)["launch_in_step_us"], None
-    seen: dict[tuple[str, str, str], Tuned] = {}
-
-    def best(of: dict[str, Tuned]) -> Tuned:
-        return min(of.values(), key=lambda line: line.us + (0.0 if line.in_step else extra))
-
     for _ in range(rounds):
-        tuning = Tuning(map(best, times.values()))
-        plan = compile_spec(spec, kernels, tuning)
+        plan = compile_spec(spec, kernels, Tuning(_best(times.values(), extra)))
         us, shares = clock(plan)
         timed = _Timed(us, _by_choice(plan, kernels, shares, source))
-        new = 0
-        for line, _count in timed.choices.values():
-            kept = times[line.kernel, line.key].get(repr(sorted(line.config.items())))
-            new += kept is None or not kept.in_step
+        new = sum(at not in times or not times[at].in_step for at in timed.choices)
         shorter, longer = (timed, shortest) if shortest is None or us <= shortest.us else (shortest, timed)
-        believed = [line for line, _ in shorter.choices.values()]
-        for line in [*believed, *(longer.charged(shorter) if longer else ())]:
-            times[line.kernel, line.key][repr(sorted(line.config.items()))] = line
-            seen[line.kernel, line.key, repr(sorted(line.config.items()))] = line
+        seen |= {at: line for at, (line, _) in shorter.choices.items()} | (longer.charged(shorter) if longer else {})
+        times |= seen
         shortest = shorter
-        found: dict[tuple[str, str], Tuned] = {}
-        for line in [*sorted(seen.values(), key=lambda line: -line.us), *believed]:
-            found[line.kernel, line.key] = line
+        believed = [line for line, _ in shorter.choices.values()]
+        found = {(line.kernel, line.key): line for line in (*_best(seen.values()), *believed)}
         yield Round(plan, us, new, tuple(found.values()))
         if not new and (us <= ALIKE * shortest.us or timed.choices.keys() == shortest.choices.keys()):
             return
+
+
+def _best(lines: Iterable[Tuned], extra: float = 0.0) -> list[Tuned]:
+    """The shortest line of each kernel and shape; times alone take ``extra`` us more in a step."""
+    found: dict[tuple[str, str], tuple[float, Tuned]] = {}
+    for line in lines:
+        us, at = line.us + (0.0 if line.in_step else extra), (line.kernel, line.key)
+        if at not in found or us < found[at][0]:
+            found[at] = us, line
+    return [line for _, line in found.values()]
+
+
+def _at(line: Tuned) -> _At:
+    return line.kernel, line.key, repr(sorted(line.config.items()))
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,9 @@ class _Timed:
     """A step that was timed: its us, and of each choice in it the mean share with the number of its launches."""
 
     us: float
-    choices: Mapping[tuple[str, str, str], tuple[Tuned, int]]
+    choices: Mapping[_At, tuple[Tuned, int]]
 
-    def charged(self, shorter: _Timed) -> list[Tuned]:
+    def charged(self, shorter: _Timed) -> dict[_At, Tuned]:
         """What this step chose and ``shorter`` did not, each launch with its part of what all others took more here;
         by these lines and those of ``shorter`` a plan has the price that it had. A launch is charged its own time at
         most."""
@@ -110,7 +112,8 @@ class _Timed:
         more = sum((line.us - shorter.choices[at][0].us) * count
                    for at, (line, count) in self.choices.items() if at in shorter.choices)
         each = more / max(1, sum(count for _, count in own.values()))
-        return [replace(line, us=round(line.us + min(max(each, -line.us / 2), line.us), 3)) for line, _ in own.values()]
+        return {at: replace(line, us=round(line.us + min(max(each, -line.us / 2), line.us), 3))
+                for at, (line, _) in own.items()}
 
 
 def settle_table(spec: Spec, size: tuple[int, int], kernels: Sequence[KernelDef], alone: Sequence[Tuned],
@@ -153,20 +156,20 @@ def _unsettled_forgotten(lines: Sequence[Tuned]) -> list[Tuned]:
 
 
 def _by_choice(plan: LaunchPlan, kernels: Sequence[KernelDef], shares: Sequence[float], source: str,
-               ) -> dict[tuple[str, str, str], tuple[Tuned, int]]:
+               ) -> dict[_At, tuple[Tuned, int]]:
     """Kernel, shape and configuration -> its line, with the mean share of its launches, and how many there are."""
     device, graph = load_device(plan.spec.gpu), lower(plan.spec)[0]
     regions, _ = find_regions(graph, Menu([*op_kernels(), *kernels]), arch=device.arch, rows=plan.spec.step.rows)
     found = {(r.kernel.id, frozenset(n.name for n in r.nodes if n.op not in FREE_OPS)): r for r in regions}
-    of: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    lines: dict[tuple[str, str, str], Tuned] = {}
+    of: dict[_At, list[float]] = defaultdict(list)
+    lines: dict[_At, Tuned] = {}
     for launch, share in zip(plan.launches, shares, strict=True):
         choice = plan.choice(launch)
-        region, config = found[choice.kernel, frozenset(launch.nodes)], dict(choice.config)
-        key = shape_key(region)
-        at = choice.kernel, key, repr(sorted(config.items()))
-        of[at].append(share)
-        lines[at] = Tuned(choice.kernel, key, config, 0.0, source, round(model_us(device, region, 1), 3), in_step=True)
+        region = found[choice.kernel, frozenset(launch.nodes)]
+        line = Tuned(choice.kernel, shape_key(region), dict(choice.config), 0.0, source,
+                     round(model_us(device, region, 1), 3), in_step=True)
+        lines[_at(line)] = line
+        of[_at(line)].append(share)
     return {at: (replace(lines[at], us=round(statistics.fmean(all_), 3)), len(all_)) for at, all_ in of.items()}
 
 
