@@ -104,7 +104,8 @@ def _add_up(alternatives: tuple[Alternative, ...], step_us: float) -> tuple[Alte
     """Prices of whole steps: what was taken costs the plan, what was not costs as much more as in the sample.
 
     The sample has no layer with many blocks of the residual stream and none that begins a later block, so its own
-    sum is not a step's. What such layers cost more is the same under every algebra, and cancels.
+    sum is not a step's. What such layers cost more is the same under every algebra and cancels, but for kernels that
+    were tuned for each number of blocks apart.
     """
     return tuple(replace(a, us={v: round(step_us + us - a.us[a.taken], 3) for v, us in a.us.items()})
                  for a in alternatives)
