@@ -27,7 +27,7 @@ class Job:
 
 
 JOBS = (
-    Job("ranks", "pytest -v -m gpu tests/distributed/test_on_gpus.py", 240, gpus=2),
+    Job("ranks", "pytest -v -m gpu tests/distributed/test_on_gpus.py", 300, gpus=2),
     Job("ranks-check", f"k3plan launch check {TP2} --set 'model.layers=[0,1,2,3,4]'", 100, gpus=2),
     Job("ranks-bench", f"k3plan launch bench {TP2} --set 'model.layers=[0,1,2,3,4,5,6,7,8,9,10,11]'", 100, gpus=2),
     Job("links", f"k3plan launch links {TP2} --seconds $((SECONDS_LEFT - 40))", 240, gpus=2),

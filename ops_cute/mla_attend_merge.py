@@ -67,14 +67,18 @@ def own_block() -> Any:
 
 def keep(parity: Any, live: Any, shared: Any, where: Any) -> None:
     """Which part of the workspace this launch has, and how many parts of the context have live entries, for after the
-    loop over tiles, which needs all registers. Every warp stores them for itself."""
-    store_word(shared + where["kept"], parity)
-    store_word(shared + where["kept"] + 4, live)
+    loop over tiles, which needs all registers. Each warp has its own two words, so nobody waits for anybody."""
+    store_word(_kept(shared, where), parity)
+    store_word(_kept(shared, where) + 4, live)
+
+
+def _kept(shared: Any, where: Any) -> Any:
+    return shared + where["kept"] + own_thread() // WARP * 8
 
 
 def _own_place(shared: Any, where: Any) -> tuple[Any, Any]:
     """This block's number, and the row of the workspace that has what the first block left in this launch."""
-    return own_block(), Int64(load_word(shared + where["kept"]) * MOST_BLOCKS)
+    return own_block(), Int64(load_word(_kept(shared, where)) * MOST_BLOCKS)
 
 
 def add(a: Any, b: Any) -> Any:
@@ -212,7 +216,7 @@ def merge_parts(at: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Const
     """The warps that multiply: this block's piece of the fragments of all live parts. Nothing is shared between warps.
     """
     thread, (block, first) = own_thread(), _own_place(shared, where)
-    warp, lane, live = thread // WARP, thread % WARP, load_word(shared + where["kept"] + 4)
+    warp, lane, live = thread // WARP, thread % WARP, load_word(_kept(shared, where) + 4)
     job, split = block // p.splits, block % p.splits
     sequence, first_row, real = find_rows(job, p)
     rows = first + Int64(job * p.splits)

@@ -212,7 +212,8 @@ class Shape:
         return lay_out({
             "ring": slots * self.slot_bytes, "converted": converted, "query": self.rows * self.pitch,
             "scores": 4 * self.parts * self.rows * self.score_pitch, "weights": self.rows * self.weight_pitch,
-            "fade": 4 * self.rows, "inverse": 4 * self.rows, "kept": 8, "full": 8 * slots, "empty": 8 * slots,
+            "fade": 4 * self.rows, "inverse": 4 * self.rows, "kept": 8 * self.warps,
+            "full": 8 * slots, "empty": 8 * slots,
         }, {"ring": 128})
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...compiler.arguments import arguments_of
 from ...compiler.call import Call
-from ...compiler.ir import REPLICATED, Node
+from ...compiler.ir import REPLICATED
 from ...compiler.kernel import Region
 from ...compiler.ops import OPS
 from ..bench import COLD_ROLES, ROTATED_BYTES, random_inputs
@@ -189,12 +189,14 @@ def library_launch(region: Region, group: Group) -> Callable[[], None]:
 
 def unfused(region: Region, found: Sequence[Region]) -> Iterator[Region]:
     """The same nodes with nothing fused into a collective: again and again the largest kernel that fits the rest."""
-    apart = [r for r in found if len(r.nodes) == 1 or not any(OPS[n.op].kind == "comm" for n in r.nodes)]
-    left: list[Node] = list(region.nodes)
+    apart = [r for r in found if len(_solid(r)) == 1 or not any(OPS[n.op].kind == "comm" for n in r.nodes)]
+    left = _solid(region)
     while left:
-        names = {node.name for node in left}
-        fitting = [r for r in apart if {n.name for n in r.nodes} <= names]
-        best = max(fitting, key=lambda r: (len(r.nodes), r.kernel.id))
+        best = max((r for r in apart if _solid(r) <= left), key=lambda r: (len(_solid(r)), r.kernel.id))
         yield best
-        done = {node.name for node in best.nodes}
-        left = [node for node in left if node.name not in done]
+        left -= _solid(best)
+
+
+def _solid(region: Region) -> set[str]:
+    """Names of the nodes that launch something."""
+    return {node.name for node in region.nodes if OPS[node.op].kind != "view"}

@@ -140,19 +140,23 @@ def _run_recorded(executable: Executable, step: int, record: Record) -> None:
 def run_steps(executable: Executable, graph: CapturedStep | None, steps: int, seed: int,
               record: Record | None = None) -> list[Tensor]:
     """Hidden states [T, D] of each step, on the CPU; random tokens, the same for every rank, arena poisoned before.
+    Sequences begin anew where the context is full.
 
     With ``record`` caches are emptied, every launch is waited for, and what it wrote is kept there.
     """
     shape, vocab = executable.plan.spec.step, executable.plan.spec.model.vocab
-    generator, batch, made = torch.Generator().manual_seed(seed), Batch(shape), []
-    for slot in range(shape.sequences):
-        executable.reset(slot)
+    generator, made = torch.Generator().manual_seed(seed), list[Tensor]()
+    fitting = shape.context // shape.query
     if record is not None:
         # entries that an earlier run left behind are no difference
         for rank in executable.ranks:
             for name in (n for n, buffer in executable.plan.buffers.items() if buffer.kind == "cache"):
                 rank.tensors[name].zero_()
     for step in range(steps):
+        if step % fitting == 0:
+            batch = Batch(shape)
+            for slot in range(shape.sequences):
+                executable.reset(slot)
         rows = torch.randint(0, vocab, (shape.sequences, shape.query), generator=generator).tolist()
         inputs = batch.inputs(rows)
         executable.write(**{n: t for n, t in inputs.items() if n in executable.plan.inputs})

@@ -33,7 +33,7 @@ def launch(*arguments: str) -> subprocess.Popen[str]:
     return start("-c", "from k3plan.cli import main; main()", "launch", *arguments)
 
 
-def ended(running: subprocess.Popen[str], seconds: float = 40) -> tuple[str, str]:
+def ended(running: subprocess.Popen[str], seconds: float = 100) -> tuple[str, str]:
     """What it said, once it is over. Raises AssertionError with that when it is not in time."""
     try:
         return running.communicate(timeout=seconds)
@@ -83,7 +83,7 @@ def test_two_gpus_decode_what_the_reference_would(tmp_path: Path) -> None:
 def test_a_killed_rank_ends_the_others_within_ten_seconds(tmp_path: Path) -> None:
     """Rank 0 sits in a wait on its GPU when rank 1 dies; it says who is gone and how far its own launches got."""
     running = launch("check", *TINY, "--steps", "1000000", "--no-emulate", "--log-folder", str(tmp_path))
-    deadline, process = time.monotonic() + 60, None
+    deadline, process = time.monotonic() + 120, None
     while process is None and time.monotonic() < deadline and running.poll() is None:
         for log in tmp_path.glob("*/attempt_0/1/stdout.log"):
             found = re.search(r"rank 1 of 2 is process (\d+), bound", log.read_text())
