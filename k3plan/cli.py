@@ -123,9 +123,9 @@ def tune(plan: PlanFile, out: Annotated[Path, typer.Option(help="Table to write;
     from .compiler.reading.source import load_spec
     from .face import kernels, tuned
     from .graphs.bench import require_gpu
-    from .graphs.tune import all_times, describe, lines_text, merge_tables, source_text, table, tuned_lines
-    from .graphs.tune_pool import Workload
-    from .graphs.tune_pool import tune as time_all
+    from .graphs.tuner.alone import all_times, describe, lines_text, merge_tables, source_text, table, tuned_lines
+    from .graphs.tuner.pool import Workload
+    from .graphs.tuner.pool import tune as time_all
 
     require_gpu("k3plan tune")
     work = Workload(load_spec(plan, set_ or ()), sizes_of(rows), only, kernels, most, most_shapes=shapes)
@@ -142,7 +142,7 @@ def tune(plan: PlanFile, out: Annotated[Path, typer.Option(help="Table to write;
             times.write_text(merge_tables(times, every, by=("kernel", "key", "config")))
     typer.echo(f"{timed} shapes timed, written to {out}")
     if in_step:
-        from .graphs.debug.tune_step import settle_table
+        from .graphs.tuner.in_step import settle_table
 
         known = tuned_lines(times.read_text()) if times is not None and times.is_file() else []
         for size in work.rows:

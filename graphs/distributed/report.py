@@ -19,7 +19,7 @@ from ...compiler.spec import Spec
 from ...compiler.tuning import shape_key
 from ..bench import random_inputs
 from ..launch import bind_region, default_config
-from ..tune import FORMS
+from ..tuner.alone import FORMS
 from .group import Group
 from .measure import bind_ranks, library_launch, measure_link, time_together, unfused, worst_error
 from .symmetric import Symmetric

@@ -21,7 +21,7 @@ from k3plan.compiler.reading.source import load_spec
 from k3plan.face import kernels
 from k3plan.graphs.bench import random_inputs
 from k3plan.graphs.launch import allocate, bind_region, scratch_of
-from k3plan.graphs.tune import jobs
+from k3plan.graphs.tuner.alone import jobs
 from k3plan.ops_cute import compile_check, compile_pool, launching
 from k3plan.ops_cute.launching import (
     KernelLaunch,

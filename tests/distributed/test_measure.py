@@ -9,9 +9,9 @@ import torch
 
 from k3plan.compiler.kernel import Menu
 from k3plan.compiler.menu import op_kernels
+from k3plan.compiler.ops import OPS
 from k3plan.compiler.reading.source import load_spec
 from k3plan.face import kernels
-from k3plan.compiler.ops import OPS
 from k3plan.graphs.distributed.measure import Bound, every_ranks_inputs, meaning, unfused, worst_error
 from k3plan.graphs.distributed.report import collective_regions
 

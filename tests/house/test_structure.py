@@ -28,10 +28,10 @@ FOLDERS = {"k3plan": "k3plan"} | {f"k3plan.{f}": f for f in ("compiler", "ops_tr
 # 6,000 at first: positions, carets and did-you-mean for every value of a plan file took 1,600 of it; transports,
 # streams and buckets, which several ranks and several sizes of a step need, 400 more; what a launch may read before it
 # waits, proved for every launch of a plan, 100; a word and a fix for what callers from Python pass by mistake, 90;
-# kernels of a capture compiled in processes, 20
-COMPILER_AND_GRAPHS_LINES = 10290
+# kernels of a capture compiled in processes, 20; less 345 that went with the tuner into a room of its own
+COMPILER_AND_GRAPHS_LINES = 9945
 # rooms beside the pipeline, each with its own budget: one can leave them all out and still compile, bind and run
-ROOM_LINES = {"graphs/debug": 4700, "graphs/module": 1500, "graphs/distributed": 1200}
+ROOM_LINES = {"graphs/debug": 4500, "graphs/module": 1500, "graphs/distributed": 1200, "graphs/tuner": 600}
 STAGE_FILE_LINES = 300
 KERNEL_FILE_LINES = 600
 FUNCTION_LINES = 60

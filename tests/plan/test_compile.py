@@ -17,7 +17,7 @@ from k3plan.compiler.plan import LaunchPlan, load_plan
 from k3plan.compiler.reading.source import load_spec
 from k3plan.compiler.tuning import Tuning
 from k3plan.face import kernels, tuning
-from k3plan.graphs.tune import tuned_lines
+from k3plan.graphs.tuner.alone import tuned_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden/plans"

@@ -20,8 +20,8 @@ from k3plan.compiler.ops import OPS
 from k3plan.compiler.reading.source import load_spec
 from k3plan.compiler.tuning import Tuned, Tuning, distance
 from k3plan.face import kernels, tuning
-from k3plan.graphs import tune_pool
-from k3plan.graphs.tune import (
+from k3plan.graphs.tuner import pool as tune_pool
+from k3plan.graphs.tuner.alone import (
     FORMS,
     ROWS,
     all_times,
@@ -34,7 +34,7 @@ from k3plan.graphs.tune import (
     time_job,
     tuned_lines,
 )
-from k3plan.graphs.tune_pool import Workload, tune
+from k3plan.graphs.tuner.pool import Workload, tune
 from k3plan.graphs.verify import check_of
 
 K3 = Path(__file__).resolve().parents[2] / "examples/k3-h200-tp16.yaml"
@@ -219,8 +219,8 @@ def test_what_was_timed_is_kept_when_the_command_is_stopped(tmp_path: Path, monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr("k3plan.graphs.bench.require_gpu", lambda command: None)
-    monkeypatch.setattr("k3plan.graphs.tune.source_text", lambda: "a GPU")
-    monkeypatch.setattr("k3plan.graphs.tune_pool.tune", stopped)
+    monkeypatch.setattr("k3plan.graphs.tuner.alone.source_text", lambda: "a GPU")
+    monkeypatch.setattr("k3plan.graphs.tuner.pool.tune", stopped)
     out, times = tmp_path / "table.json", tmp_path / "times.json"
     with pytest.raises(KeyboardInterrupt):
         cli.tune(str(K3), out, times=times)

@@ -12,8 +12,8 @@ from k3plan.compiler.plan import LaunchPlan, PlanChoice
 from k3plan.compiler.reading.source import load_spec
 from k3plan.compiler.tuning import Tuned
 from k3plan.face import kernels, tuned
-from k3plan.graphs.debug import tune_step
-from k3plan.graphs.debug.tune_step import Round, settle, settle_table
+from k3plan.graphs.tuner import in_step as tune_step
+from k3plan.graphs.tuner.in_step import Round, settle, settle_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = load_spec(ROOT / "examples/k3-h200-tp16.yaml", ("model.layers=[1, 3]",))

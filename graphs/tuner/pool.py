@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from ..compiler.kernel import KernelDef
-from ..compiler.spec import Spec
-from .bench import random_inputs, time_region
-from .launch import allocate, bind_region, scratch_of
-from .tune import Job, Outcome, jobs, spread, time_job
-from .verify import check_of
+from ...compiler.kernel import KernelDef
+from ...compiler.spec import Spec
+from ..bench import random_inputs, time_region
+from ..launch import allocate, bind_region, scratch_of
+from ..verify import check_of
+from .alone import Job, Outcome, jobs, spread, time_job
 
 PATIENCE_SECONDS = 60.0  # for one job; a kernel that hangs is a failure like another
 

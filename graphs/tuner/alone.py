@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 
-from ..compiler.compile import lower
-from ..compiler.cost import model_us
-from ..compiler.covering.match import find_regions
-from ..compiler.device import load_device
-from ..compiler.errors import BindError
-from ..compiler.kernel import KernelDef, Menu, Region
-from ..compiler.menu import LIBRARY_PRODUCT, op_kernels
-from ..compiler.passes.shard import OPTIONAL
-from ..compiler.spec import Spec
-from ..compiler.tuning import Tuned, shape_key
-from .bench import time_region
-from .verify import check_of
+from ...compiler.compile import lower
+from ...compiler.cost import model_us
+from ...compiler.covering.match import find_regions
+from ...compiler.device import load_device
+from ...compiler.errors import BindError
+from ...compiler.kernel import KernelDef, Menu, Region
+from ...compiler.menu import LIBRARY_PRODUCT, op_kernels
+from ...compiler.passes.shard import OPTIONAL
+from ...compiler.spec import Spec
+from ...compiler.tuning import Tuned, shape_key
+from ..bench import time_region
+from ..verify import check_of
 
 # both forms of the algebra, so that the planner can price either
 FORMS = ({name: whole for name, whole, *_ in OPTIONAL}, {name: split for name, _, split, _ in OPTIONAL})

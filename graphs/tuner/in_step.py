@@ -33,10 +33,10 @@ from ...compiler.spec import Spec
 from ...compiler.tuning import Tuned, Tuning, shape_key
 from ..bench_step import live_inputs
 from ..bind import Executable, bind
+from ..debug.time import time_launches
+from ..debug.walk import record_capture
 from ..random_weights import RankRandom
-from ..tune import lines_text, merge_tables, source_text, tuned_lines
-from .time import time_launches
-from .walk import record_capture
+from .alone import lines_text, merge_tables, source_text, tuned_lines
 
 ROUNDS = 12  # the table has the shortest step whenever it ends
 ALIKE = 1.003  # times of one step from capture to capture
