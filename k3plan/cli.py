@@ -118,7 +118,9 @@ def tune(plan: PlanFile, out: Annotated[Path, typer.Option(help="Table to write;
          seconds: Annotated[float, typer.Option(help="Stop starting new shapes after this long.")] = 1e9,
          times: Annotated[Path | None, typer.Option(help="Keep the time of every configuration here as well.")] = None,
          in_step: Annotated[bool, typer.Option("--in-step", help="Then settle the plan by times in the step, from all "
-                                               "that --times has.")] = False) -> None:
+                                               "that --times has.")] = False,
+         exchanges: Annotated[int, typer.Option(help="With --in-step, then try so many other configurations of its "
+                                                "launches, each in the whole step.", min=0)] = 0) -> None:
     """Time every configuration of every kernel at the shapes of a plan file on this machine's GPUs; write the table."""
     from .compiler.reading.source import load_spec
     from .face import kernels, tuned
@@ -146,7 +148,8 @@ def tune(plan: PlanFile, out: Annotated[Path, typer.Option(help="Table to write;
 
         known = tuned_lines(times.read_text()) if times is not None and times.is_file() else []
         for size in work.rows:
-            settle_table(work.spec, size, kernels(), [*tuned(work.spec.gpu), *known], out, typer.echo)
+            settle_table(work.spec, size, kernels(), [*tuned(work.spec.gpu), *known], out, typer.echo,
+                         exchanges)
 
 
 @app.command()

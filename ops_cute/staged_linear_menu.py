@@ -61,6 +61,8 @@ def candidates(rows: int, columns: int) -> list[dict[str, Any]]:
         found = [(first, MOST_COLUMNS, 224, True), (fewer, MOST_COLUMNS, 216, False),
                  (fewer, MOST_COLUMNS, 216, True), (more, MOST_COLUMNS, 200, False), (first, MOST_COLUMNS, 200, True),
                  (fewer, wide, 224, True), (first, MOST_COLUMNS, 200, False), (first, MOST_COLUMNS, 144, True)]
+        # beside blocks that keep their memory to their end, such as those of the experts
+        found += [(warps, MOST_COLUMNS, kb, False) for kb in (144, 96) for warps in (first, more, fewer)]
     return [{"warps": warps, "columns": columns_each(columns, warps, most), "ring_kb": kb, "bulk": bulk}
             for warps, most, kb, bulk in dict.fromkeys(found)]
 

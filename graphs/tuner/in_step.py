@@ -8,16 +8,21 @@ that was not timed in a step. What was never chosen keeps its time alone: it wou
 
 A launch also changes what its neighbours take, by the room that it leaves them. So of two plans the shorter is
 believed: what only the longer one chose is charged for what all others took more beside it, and the table gives the
-shortest step that was seen.
+shortest step that was seen. What shares do not show either, exchanges do: in the shortest plan one configuration of a
+kernel is replaced by another, whatever that takes alone, at all shapes that have it, or the kernel is left out, and the
+whole step says whether that stays.
 """
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,47 +45,118 @@ from .alone import lines_text, merge_tables, source_text, tuned_lines
 
 ROUNDS = 12  # the table has the shortest step whenever it ends
 ALIKE = 1.003  # times of one step from capture to capture
-Clock = Callable[[LaunchPlan], tuple[float, Sequence[float]]]  # us of a step, and of each launch in it
+WORTH = 0.01  # of the step, what an exchange is tried for
+# us of a step, and what then finds those of each launch in it
+Clock = Callable[[LaunchPlan], tuple[float, Callable[[], Sequence[float]]]]
 _At = tuple[str, str, str]  # kernel, shape and configuration
 
 
 @dataclass(frozen=True)
 class Round:
     """One plan that was timed: ``new`` of its choices had no time in a step before. ``lines`` are times in a step of
-    this search: those of the shortest step, and the best of each kernel and shape that it does not have."""
+    this search: those of the shortest step, and the best of each kernel and shape that it does not have. ``tried``
+    names the configuration of an exchange."""
 
     plan: LaunchPlan
     us: float
     new: int
     lines: tuple[Tuned, ...]
+    tried: str = ""
 
     def line(self) -> str:
         """One line of a report."""
         return (f"{len(self.plan.launches)} launches, {self.us / 1e3:.3f} ms a step (planned "
-                f"{self.plan.us / 1e3:.3f}), {self.new} choices timed in a step for the first time")
+                f"{self.plan.us / 1e3:.3f}), {self.tried or f'{self.new} choices timed in a step for the first time'}")
 
 
 def settle(spec: Spec, kernels: Sequence[KernelDef], alone: Iterable[Tuned], clock: Clock, source: str,
-           rounds: int = ROUNDS) -> Iterator[Round]:
-    """Plans and times ``spec`` until nothing is new. ``alone`` are times of kernels alone, of several configurations
-    of a shape where there are, the later ones of equal configuration first in rank."""
-    times = {_at(line): line for line in alone}
-    seen: dict[_At, Tuned] = {}  # in this search
-    extra, shortest = load_device(spec.gpu)["launch_in_step_us"], None
-    for _ in range(rounds):
-        plan = compile_spec(spec, kernels, Tuning(_best(times.values(), extra)))
-        us, shares = clock(plan)
-        timed = _Timed(us, _by_choice(plan, kernels, shares, source))
-        new = sum(at not in times or not times[at].in_step for at in timed.choices)
-        shorter, longer = (timed, shortest) if shortest is None or us <= shortest.us else (shortest, timed)
-        seen |= {at: line for at, (line, _) in shorter.choices.items()} | (longer.charged(shorter) if longer else {})
-        times |= seen
-        shortest = shorter
-        believed = [line for line, _ in shorter.choices.values()]
-        found = {(line.kernel, line.key): line for line in (*_best(seen.values()), *believed)}
-        yield Round(plan, us, new, tuple(found.values()))
-        if not new and (us <= ALIKE * shortest.us or timed.choices.keys() == shortest.choices.keys()):
-            return
+           rounds: int = ROUNDS, exchanges: int = 0) -> Iterator[Round]:
+    """Plans and times ``spec`` until nothing is new, then tries up to ``exchanges`` other configurations. ``alone`` are
+    times of kernels alone, of several configurations of a shape where there are, the later ones of equal configuration
+    first in rank."""
+    search = _Search(spec, kernels, alone, clock, source)
+    yield from search.settle(rounds)
+    while exchanges and (other := search.next_exchange()):
+        exchanges, before = exchanges - 1, search.us
+        yield search.exchange(other)
+        if search.us < before:
+            yield from search.settle(rounds)
+
+
+class _Search:
+    """What is known of the launches of a step while it is settled."""
+
+    def __init__(self, spec: Spec, kernels: Sequence[KernelDef], alone: Iterable[Tuned], clock: Clock, source: str,
+                 ) -> None:
+        self._spec, self._kernels, self._clock, self._source = spec, kernels, clock, source
+        self._times = {_at(line): line for line in alone}
+        self._seen: dict[_At, Tuned] = {}  # in this search
+        self._shortest: _Timed | None = None
+        self._tried: set[str] = set()
+
+    @property
+    def us(self) -> float:
+        """Of the shortest step."""
+        return self._shortest.us if self._shortest else math.inf
+
+    def settle(self, rounds: int) -> Iterator[Round]:
+        for _ in range(rounds):
+            plan = compile_spec(self._spec, self._kernels, Tuning(self._lines()))
+            us, shares = self._clock(plan)
+            found, timed = self._take(plan, us, shares())
+            yield found
+            if not found.new and (us <= ALIKE * self.us or timed.choices.keys() == self._chosen().keys()):
+                return
+
+    def next_exchange(self) -> _Exchange | None:
+        """The first that was not tried: each kernel and configuration of the shortest plan left out, those first that
+        take the longest, then the first other configuration of each, then the second. A kernel's own are in the order
+        of what they have in common with what it has."""
+        groups: dict[tuple[str, str], list[_Choice]] = defaultdict(list)
+        for (kernel, _, config), choice in self._chosen().items():
+            groups[kernel, config].append(choice)
+        costs = {at: sum(choice.line.us * choice.count for choice in group) for at, group in groups.items()}
+        own = []
+        for at in sorted((at for at in groups if costs[at] > WORTH * self.us), key=lambda at: -costs[at]):
+            now, (has, *more) = groups[at][0].line.config, [choice.configs for choice in groups[at]]
+            others = [config for config in has if config != now and all(config in some for some in more)]
+            others.sort(key=lambda config: -len(config.items() & now.items()))
+            lines = [choice.line for choice in groups[at]]
+            own.append([_Exchange(lines, None), *(_Exchange(lines, config) for config in others)])
+        untried = (other for turn in zip_longest(*own) for other in turn if other and other.name not in self._tried)
+        return next(untried, None)
+
+    def exchange(self, other: _Exchange) -> Round:
+        """The shortest plan with ``other``, which is taken when the step is shorter."""
+        self._tried.add(other.name)
+        kernels = [kernel for kernel in self._kernels if other.config or kernel.id != other.lines[0].kernel]
+        plan, before = compile_spec(self._spec, kernels, Tuning(other.of(self._lines()))), self.us
+        us, shares = self._clock(plan)
+        if ALIKE * us < before:
+            taken, _ = self._take(plan, us, shares())
+            return replace(taken, tried=f"shorter by {before - us:.0f} us with {other.name}")
+        return Round(plan, us, 0, self._found(), f"not shorter with {other.name}")
+
+    def _take(self, plan: LaunchPlan, us: float, shares: Sequence[float]) -> tuple[Round, _Timed]:
+        timed = _Timed(us, _by_choice(plan, self._kernels, shares, self._source))
+        new = sum(at not in self._times or not self._times[at].in_step for at in timed.choices)
+        shorter, longer = (timed, self._shortest) if us <= self.us else (self._shortest, timed)
+        assert shorter is not None
+        self._seen |= {at: choice.line for at, choice in shorter.choices.items()}
+        self._seen |= longer.charged(shorter) if longer else {}
+        self._times |= self._seen
+        self._shortest = shorter
+        return Round(plan, us, new, self._found()), timed
+
+    def _lines(self) -> list[Tuned]:
+        return _best(self._times.values(), load_device(self._spec.gpu)["launch_in_step_us"])
+
+    def _found(self) -> tuple[Tuned, ...]:
+        believed = [choice.line for choice in self._chosen().values()]
+        return tuple({(line.kernel, line.key): line for line in (*_best(self._seen.values()), *believed)}.values())
+
+    def _chosen(self) -> Mapping[_At, _Choice]:
+        return self._shortest.choices if self._shortest else {}
 
 
 def _best(lines: Iterable[Tuned], extra: float = 0.0) -> list[Tuned]:
@@ -98,79 +174,82 @@ def _at(line: Tuned) -> _At:
 
 
 @dataclass(frozen=True)
+class _Exchange:
+    """Another configuration of a kernel for all of its ``lines``; None leaves the kernel out."""
+
+    lines: Sequence[Tuned]
+    config: Mapping[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        now = f"{self.lines[0].kernel} {dict(self.lines[0].config)}"
+        return f"{dict(self.config)} for {now}" if self.config else f"nothing for {now}"
+
+    def of(self, lines: Iterable[Tuned]) -> list[Tuned]:
+        """``lines`` with it."""
+        if self.config is None:
+            return list(lines)
+        new = {(line.kernel, line.key): replace(line, config=self.config) for line in self.lines}
+        return [new.get((line.kernel, line.key), line) for line in lines]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A kernel at a shape in a configuration: its mean share, of how many launches, and all configurations it has."""
+
+    line: Tuned
+    count: int
+    configs: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
 class _Timed:
-    """A step that was timed: its us, and of each choice in it the mean share with the number of its launches."""
+    """A step that was timed: its us, and what it chose."""
 
     us: float
-    choices: Mapping[_At, tuple[Tuned, int]]
+    choices: Mapping[_At, _Choice]
 
     def charged(self, shorter: _Timed) -> dict[_At, Tuned]:
         """What this step chose and ``shorter`` did not, each launch with its part of what all others took more here;
         by these lines and those of ``shorter`` a plan has the price that it had. A launch is charged its own time at
         most."""
-        own = {at: found for at, found in self.choices.items() if at not in shorter.choices}
-        more = sum((line.us - shorter.choices[at][0].us) * count
-                   for at, (line, count) in self.choices.items() if at in shorter.choices)
-        each = more / max(1, sum(count for _, count in own.values()))
-        return {at: replace(line, us=round(line.us + min(max(each, -line.us / 2), line.us), 3))
-                for at, (line, _) in own.items()}
+        own = {at: choice for at, choice in self.choices.items() if at not in shorter.choices}
+        more = sum((choice.line.us - shorter.choices[at].line.us) * choice.count
+                   for at, choice in self.choices.items() if at in shorter.choices)
+        each = more / max(1, sum(choice.count for choice in own.values()))
+        return {at: replace(choice.line, us=round(choice.line.us + min(max(each, -choice.line.us / 2), choice.line.us),
+                                                  3)) for at, choice in own.items()}
 
 
 def settle_table(spec: Spec, size: tuple[int, int], kernels: Sequence[KernelDef], alone: Sequence[Tuned],
-                 table: Path, say: Callable[[str], None]) -> None:
+                 table: Path, say: Callable[[str], None], exchanges: int = 0) -> None:
     """Settles ``spec`` at ``size`` (sequences, verify rows) on this GPU and writes what was seen into ``table``, round
-    by round. Starts from the times of kernels ``alone``, and those of ``table``.
-
-    A launch that triggers late takes longer itself and makes those behind it shorter, which no share shows. So where
-    late configurations were timed, the step is settled once more with them alone, and the shorter step has the table.
-    """
-    source, clock, best = source_text(), StepClock(), None
+    by round. Starts from the times of kernels ``alone``, and those of ``table``."""
+    source = source_text()
     spec = replace(spec, step=replace(spec.step, sequences=size[0], query=size[1]))
     known = [*alone, *tuned_lines(table.read_text())]
-    menus = [(kernels, known)]
-    if any(line.config.get("late") for line in known):
-        menus.append(([_late_only(kernel) for kernel in kernels], _unsettled_forgotten(known)))
-    for menu, lines in menus:
-        last = None
-        for last in settle(spec, menu, lines, clock, source):
-            say(f"{size[0]}x{size[1]}{', late' if best else ''}: {last.line()}")
-            if best is None:
-                table.write_text(merge_tables(table, lines_text(last.lines, source)))
-        if best is not None and last is not None and last.us < best.us:
-            table.write_text(merge_tables(table, lines_text(last.lines, source)))
-        best = last
-
-
-def _late_only(kernel: KernelDef) -> KernelDef:
-    """``kernel`` in its late configurations, if it has any."""
-    configs = kernel.configs
-    return kernel if configs is None else replace(
-        kernel, configs=lambda region: [c for c in configs(region) if kernel.late(c)] or configs(region))
-
-
-def _unsettled_forgotten(lines: Sequence[Tuned]) -> list[Tuned]:
-    """``lines`` without times in a step of kernels that read settled blocks, where there are times alone: in that step
-    nothing was settled."""
-    reads = {(line.kernel, line.key) for line in lines if line.config.get("settled") and not line.in_step}
-    return [line for line in lines if not line.in_step or (line.kernel, line.key) not in reads]
+    for found in settle(spec, kernels, known, StepClock(), source, exchanges=exchanges):
+        say(f"{size[0]}x{size[1]}: {found.line()}")
+        table.write_text(merge_tables(table, lines_text(found.lines, source)))
 
 
 def _by_choice(plan: LaunchPlan, kernels: Sequence[KernelDef], shares: Sequence[float], source: str,
-               ) -> dict[_At, tuple[Tuned, int]]:
-    """Kernel, shape and configuration -> its line, with the mean share of its launches, and how many there are."""
+               ) -> dict[_At, _Choice]:
+    """What ``plan`` chose, of which each launch had one of ``shares``."""
     device, graph = load_device(plan.spec.gpu), lower(plan.spec)[0]
     regions, _ = find_regions(graph, Menu([*op_kernels(), *kernels]), arch=device.arch, rows=plan.spec.step.rows)
     found = {(r.kernel.id, frozenset(n.name for n in r.nodes if n.op not in FREE_OPS)): r for r in regions}
     of: dict[_At, list[float]] = defaultdict(list)
-    lines: dict[_At, Tuned] = {}
+    choices: dict[_At, _Choice] = {}
     for launch, share in zip(plan.launches, shares, strict=True):
         choice = plan.choice(launch)
         region = found[choice.kernel, frozenset(launch.nodes)]
         line = Tuned(choice.kernel, shape_key(region), dict(choice.config), 0.0, source,
                      round(model_us(device, region, 1), 3), in_step=True)
-        lines[_at(line)] = line
         of[_at(line)].append(share)
-    return {at: (replace(lines[at], us=round(statistics.fmean(all_), 3)), len(all_)) for at, all_ in of.items()}
+        choices[_at(line)] = _Choice(replace(line, us=round(statistics.fmean(of[_at(line)]), 3)), len(of[_at(line)]),
+                                     region.kernel.configs(region) if region.kernel.configs else ())
+    return choices
 
 
 class StepClock:
@@ -180,8 +259,9 @@ class StepClock:
         self.seed = seed
         self._first: Executable | None = None
 
-    def __call__(self, plan: LaunchPlan) -> tuple[float, Sequence[float]]:
-        """Us of a replay of ``plan`` and of each of its launches. Raises what binding and capturing raise."""
+    def __call__(self, plan: LaunchPlan) -> tuple[float, Callable[[], Sequence[float]]]:
+        """Us of a replay of ``plan``, and what then finds those of each of its launches. Raises what binding and
+        capturing raise."""
         try:
             executable = self._bind(plan)
         except torch.cuda.OutOfMemoryError:  # packed otherwise, weights are there twice
@@ -192,8 +272,7 @@ class StepClock:
         self._first = self._first or executable
         executable.write(**live_inputs(plan, self.seed))
         step, record = record_capture(executable)
-        us = step.queued_us()
-        return us, [launch.us or 0.0 for launch in time_launches(step, record).launches]
+        return step.queued_us(), lambda: [launch.us or 0.0 for launch in time_launches(step, record).launches]
 
     def _bind(self, plan: LaunchPlan) -> Executable:
         return bind(plan, RankRandom(self.seed), device="cuda", transport="loopback", shared=self._first)

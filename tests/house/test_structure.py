@@ -31,7 +31,7 @@ FOLDERS = {"k3plan": "k3plan"} | {f"k3plan.{f}": f for f in ("compiler", "ops_tr
 # kernels of a capture compiled in processes, 20; less 345 that went with the tuner into a room of its own
 COMPILER_AND_GRAPHS_LINES = 9945
 # rooms beside the pipeline, each with its own budget: one can leave them all out and still compile, bind and run
-ROOM_LINES = {"graphs/debug": 4500, "graphs/module": 1500, "graphs/distributed": 1200, "graphs/tuner": 600}
+ROOM_LINES = {"graphs/debug": 4500, "graphs/module": 1500, "graphs/distributed": 1200, "graphs/tuner": 640}
 STAGE_FILE_LINES = 300
 KERNEL_FILE_LINES = 600
 FUNCTION_LINES = 60

@@ -2,17 +2,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from k3plan.compiler.compile import compile_spec
 from k3plan.compiler.plan import LaunchPlan, PlanChoice
 from k3plan.compiler.reading.source import load_spec
-from k3plan.compiler.tuning import Tuned
+from k3plan.compiler.tuning import Tuned, Tuning
 from k3plan.face import kernels, tuned
-from k3plan.graphs.tuner import in_step as tune_step
+from k3plan.graphs.tuner import in_step
 from k3plan.graphs.tuner.in_step import Round, settle, settle_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +21,7 @@ SPEC = load_spec(ROOT / "examples/k3-h200-tp16.yaml", ("model.layers=[1, 3]",))
 IN_PROJ = "1x7168,3216x7168"
 SLOW = {"blocks": 132, "warps": 16, "splits": 1, "depth": 4}
 OTHER = {"blocks": 264, "warps": 8, "splits": 1, "depth": 8}
+ROOMY = {"blocks": 132, "warps": 8, "splits": 1, "depth": 4}
 
 
 class Clock:
@@ -28,9 +30,12 @@ class Clock:
     def __init__(self) -> None:
         self.shares: dict[str, float] = {}
 
-    def __call__(self, plan: LaunchPlan) -> tuple[float, Sequence[float]]:
-        shares = [self.share(plan.choice(launch)) for launch in plan.launches]
-        return sum(shares), shares
+    def __call__(self, plan: LaunchPlan) -> tuple[float, Callable[[], Sequence[float]]]:
+        shares = self.shares_of(plan)
+        return sum(shares), lambda: shares
+
+    def shares_of(self, plan: LaunchPlan) -> list[float]:
+        return [self.share(plan.choice(launch)) for launch in plan.launches]
 
     def share(self, choice: PlanChoice) -> float:
         suffers = dict(choice.config) == SLOW or choice.kernel == "cute.moe_experts_shared"
@@ -66,7 +71,7 @@ def test_it_starts_with_the_times_alone_and_leaves_what_suffers(rounds: list[Rou
 def test_it_ends_when_all_of_a_plan_was_timed_in_a_step(rounds: list[Round]) -> None:
     assert all(found.new for found in rounds[:-1])
     assert rounds[-1].new == 0
-    assert 2 <= len(rounds) < tune_step.ROUNDS
+    assert 2 <= len(rounds) < in_step.ROUNDS
     # its own prices are then what the clock says
     assert rounds[-1].plan.us == pytest.approx(rounds[-1].us)
 
@@ -74,11 +79,10 @@ def test_it_ends_when_all_of_a_plan_was_timed_in_a_step(rounds: list[Round]) -> 
 class CrowdedClock(Clock):
     """One configuration, fast itself, takes the room of all others; another takes longer than it says."""
 
-    def __call__(self, plan: LaunchPlan) -> tuple[float, Sequence[float]]:
+    def shares_of(self, plan: LaunchPlan) -> list[float]:
         choices = [plan.choice(launch) for launch in plan.launches]
         crowded = any(dict(c.config) == SLOW for c in choices)
-        shares = [self.share(c) + (1.0 if crowded and dict(c.config) != SLOW else 0.0) for c in choices]
-        return sum(shares), shares
+        return [self.share(c) + (1.0 if crowded and dict(c.config) != SLOW else 0.0) for c in choices]
 
     def share(self, choice: PlanChoice) -> float:
         name = f"{choice.kernel} {choice.ops} {choice.bytes} {choice.config}"
@@ -97,6 +101,41 @@ def test_what_makes_others_slower_is_charged_for_it() -> None:
     assert rounds[-1].plan.us == pytest.approx(rounds[-1].us)
 
 
+class RoomyClock(Clock):
+    """An in-projection that takes longer itself, more so alone, and makes all other launches 0.5 us shorter."""
+
+    def shares_of(self, plan: LaunchPlan) -> list[float]:
+        choices = [plan.choice(launch) for launch in plan.launches]
+        gain = 0.5 * any(map(is_roomy, choices))
+        return [self.share(choice) + (2.0 if is_roomy(choice) else -gain) for choice in choices]
+
+    def share(self, choice: PlanChoice) -> float:
+        return self.shares.setdefault(f"{choice.kernel} {choice.ops} {choice.bytes} {choice.config}", choice.us)
+
+
+def is_roomy(choice: PlanChoice) -> bool:
+    return choice.kernel == "cute.skinny_linear" and dict(choice.config) == ROOMY and 4.5e7 < choice.bytes < 5e7
+
+
+def test_an_exchange_finds_what_gives_others_room() -> None:
+    """It has no time alone. Once it is found, the plan without it is charged for what the others take more."""
+    alone = lines()
+    spec, clock = load_spec(ROOT / "examples/k3-h200-tp16.yaml", ("model.layers=[1]",)), RoomyClock()
+    without = list(settle(spec, kernels(), alone, clock, "made up"))
+    assert not any(is_roomy(choice) for found in without for choice in found.plan.choices)
+    rounds = list(settle(spec, kernels(), alone, clock, "made up", exchanges=30))
+    tried = [found.tried for found in rounds if found.tried]
+    assert any(name.startswith("shorter by") and str(ROOMY) in name for name in tried)
+    assert any(name.startswith("not shorter") for name in tried)
+    assert len(set(tried)) == len(tried)
+    best = min(rounds, key=lambda found: found.us)
+    assert best.us < min(found.us for found in without)
+    table = {(x.kernel, x.key): x for x in (*alone, *rounds[-1].lines)}
+    again = compile_spec(spec, kernels(), Tuning(table.values()))
+    assert any(map(is_roomy, again.choices))
+    assert clock(again)[0] == pytest.approx(best.us)
+
+
 def test_a_line_in_a_step_has_nothing_added(rounds: list[Round]) -> None:
     choice = next(c for c in rounds[-1].plan.choices if dict(c.config) == OTHER)
     assert choice.source.endswith("in a step")
@@ -107,8 +146,8 @@ def test_a_line_in_a_step_has_nothing_added(rounds: list[Round]) -> None:
 def test_the_table_has_the_cheapest_line_of_each_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "table.json"
     table.write_text('{"source": "", "lines": []}')
-    monkeypatch.setattr(tune_step, "StepClock", Clock)
-    monkeypatch.setattr(tune_step, "source_text", lambda: "made up")
+    monkeypatch.setattr(in_step, "StepClock", Clock)
+    monkeypatch.setattr(in_step, "source_text", lambda: "made up")
     said: list[str] = []
     settle_table(SPEC, (1, 1), kernels(), lines(), table, said.append)
     assert said[0].startswith("1x1: ")
@@ -134,11 +173,9 @@ class LateClock(Clock):
 
     gain = 0.0
 
-    def __call__(self, plan: LaunchPlan) -> tuple[float, Sequence[float]]:
-        _, shares = super().__call__(plan)
+    def shares_of(self, plan: LaunchPlan) -> list[float]:
         mixes = [bool(plan.choice(x).config.get("settled") and set(x.rest) <= set(x.settled)) for x in plan.launches]
-        shares = [share - self.gain * settled for share, settled in zip(shares, mixes, strict=True)]
-        return sum(shares), shares
+        return [share - self.gain * settled for share, settled in zip(super().shares_of(plan), mixes, strict=True)]
 
     def share(self, choice: PlanChoice) -> float:
         return 4.0 + 0.5 * bool(choice.config.get("late")) if "kda" in choice.kernel else super().share(choice)
@@ -156,11 +193,11 @@ def test_late_triggers_are_kept_where_the_whole_step_gains(gain: float, late: bo
     more += [replace(x, config={**x.config, "settled": True}, us=x.us - 0.5) for x in mixes]
     table = tmp_path / "table.json"
     table.write_text('{"source": "", "lines": []}')
-    monkeypatch.setattr(tune_step, "StepClock", LateClock)
+    monkeypatch.setattr(in_step, "StepClock", LateClock)
     monkeypatch.setattr(LateClock, "gain", gain)
-    monkeypatch.setattr(tune_step, "source_text", lambda: "made up")
+    monkeypatch.setattr(in_step, "source_text", lambda: "made up")
     said: list[str] = []
-    settle_table(spec, (1, 1), kernels(), [*shipped, *more], table, said.append)
-    assert any(line.startswith("1x1, late: ") for line in said)
+    settle_table(spec, (1, 1), kernels(), [*shipped, *more], table, said.append, exchanges=24)
+    assert any("'late': True" in line for line in said)
     kept = [x for x in json.loads(table.read_text())["lines"] if x["kernel"] == "cute.kda_decode"]
     assert [bool(x["config"].get("late")) for x in kept] == [late]
