@@ -126,7 +126,7 @@ class Progress:
         found = [text for name, t in words.items() if name.endswith("health") and (text := describe(self.plan, t))]
         for name, epochs in words.items():
             if name.endswith("epochs") and epochs.numel():
-                low, high = int(epochs.min()), int(epochs.max())
+                low, high = counted(epochs)
                 within = "" if low == high else f", inside launch {low + 1} of it"
                 found.append(f"{name.removesuffix('.epochs')}: {low} launches over{within}")
         return found or ["no launch of this plan waits for another rank"]
@@ -136,6 +136,13 @@ class Progress:
         for name, words in self.read().items():
             if name.endswith("health") and (text := describe(self.plan, words)):
                 raise RankError(text)
+
+
+def counted(epochs: Tensor) -> tuple[int, int]:
+    """Launches that all blocks of a kernel have ended, and that any has. A kernel has as many counts as the most blocks
+    of any GPU; where some block is at 2, a block at 0 is none, since no block is two launches ahead of another."""
+    high = int(epochs.max())
+    return int(epochs[epochs > 0].min()) if high > 1 else int(epochs.min()), high
 
 
 def clear_exchange(executable: Executable, group: Group) -> None:

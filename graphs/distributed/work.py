@@ -134,7 +134,7 @@ def _run_recorded(executable: Executable, step: int, record: Record) -> None:
         for run in executable.steps_of(number):
             run()
         for name in launch.outputs:
-            record[step, number, name] = executable.ranks[0].tensors[name].cpu().contiguous()
+            record[step, number, name] = executable.ranks[0].tensors[name].to("cpu", copy=True).contiguous()
 
 
 def run_steps(executable: Executable, graph: CapturedStep | None, steps: int, seed: int,
@@ -165,7 +165,7 @@ def run_steps(executable: Executable, graph: CapturedStep | None, steps: int, se
             _run_recorded(executable, step, record)
         else:
             graph.replay() if graph is not None else executable.run()
-        made.append(executable.outputs["hidden"].cpu())
+        made.append(executable.outputs["hidden"].to("cpu", copy=True))
         batch.accept([shape.query] * shape.sequences)
     return made
 

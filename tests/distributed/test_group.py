@@ -19,7 +19,7 @@ from k3plan.face import compile_plan, kernels
 from k3plan.graphs.distributed import report
 from k3plan.graphs.distributed.group import Group
 from k3plan.graphs.distributed.library import Library
-from k3plan.graphs.distributed.rank import kernel_digest, make_transport
+from k3plan.graphs.distributed.rank import counted, kernel_digest, make_transport
 from k3plan.graphs.distributed.watch import EXIT_CODE, Watch
 from k3plan.graphs.distributed.work import first_difference
 
@@ -171,3 +171,10 @@ def test_the_first_launch_that_differs_is_named() -> None:
     said = first_difference(plan, one, other)
     assert f"is {plan.launches[3].id} ({plan.choice(plan.launches[3]).kernel}) in step 1: 1 of 4 values" in said
     assert said.endswith("by up to 0.5")
+
+
+@pytest.mark.parametrize(("epochs", "wanted"), [
+    ([41, 42, 41], (41, 42)), ([41, 41], (41, 41)), ([42, 41, 0, 0], (41, 42)), ([0, 0], (0, 0)), ([1, 0], (0, 1)),
+])
+def test_blocks_that_a_gpu_does_not_have_are_not_behind(epochs: list[int], wanted: tuple[int, int]) -> None:
+    assert counted(torch.tensor(epochs, dtype=torch.int32)) == wanted

@@ -17,6 +17,7 @@ from k3plan.face import compile_plan
 from k3plan.graphs.bind import bind
 from k3plan.graphs.checkpoint import Checkpoint
 from k3plan.graphs.decode import Bound, generate
+from k3plan.graphs.distributed.work import run_steps
 from k3plan.graphs.make_checkpoint import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "choices: {moe_front: sharded, moe_tail: stripe, mla_front: sharded}\n")
     compile_plan(folder / "plan.yaml").save(folder / "plan.json")
     return folder
+
+
+def test_steps_beyond_the_context_begin_sequences_anew(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = compile_plan(files / "plan.yaml", ["parallel.tp=1", "step.context=16", "step.outputs=[tokens,hidden]"])
+    monkeypatch.setattr(torch, "randint", lambda low, high, shape, generator: torch.full(shape, 3))
+    made = run_steps(bind(plan, Checkpoint(files / "k3")), None, 18, seed=0)
+    assert not torch.equal(made[0], made[1])
+    assert torch.equal(made[16], made[0])
+    assert torch.equal(made[17], made[1])
 
 
 def start(files: Path, *arguments: str, logs: str) -> subprocess.Popen[str]:

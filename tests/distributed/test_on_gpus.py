@@ -92,7 +92,7 @@ def test_a_killed_rank_ends_the_others_within_ten_seconds(tmp_path: Path) -> Non
     if process is None:
         running.kill()
     assert process is not None, running.communicate()[1]
-    time.sleep(4)  # until steps are under way
+    time.sleep(8)  # until steps are under way
     os.kill(process, signal.SIGKILL)
     killed = time.monotonic()
     _, err = ended(running)
