@@ -76,6 +76,9 @@ def cost_model(device: Device, tuning: Tuning, ranks: int) -> Callable[[Region],
         if setting.near is not None and setting.near.model_us:
             factor = max(1.0, setting.near.us / setting.near.model_us)
             us, source = us * factor, f"{source}, x {factor:.2f} as at the nearest measured shape"
+        elif tuning.calibration is not None and not region.kernel.entry.startswith("op:"):
+            us, words = tuning.calibration.scale(region.kernel.id, shape_key(region), us, extra)
+            return Cost(us, moved, counted.flops, False, f"{source}, {words}", setting.comparable)
         # what the library's products reach of the bandwidth stands in the table of a GPU that was measured; with more
         # rows nobody writes a better one. Of torch's other ops nobody timed any
         product = region.kernel.entry == LIBRARY_PRODUCT

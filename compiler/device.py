@@ -20,6 +20,7 @@ class Device:
     compile_target: str  # "sm_90a"
     figures: Mapping[str, tuple[float, str]]  # figure -> value, source
     measured: Mapping[tuple[str, str], tuple[float, str]]  # kernel, shape key -> us, source
+    calibrated_on: str | None = None  # the GPU whose kernels say how far the model is off, where this one's do not
 
     def __getitem__(self, figure: str) -> float:
         return self.figures[figure][0]
@@ -42,4 +43,5 @@ def load_device(name: str) -> Device:
     data: dict[str, Any] = json.loads((files("k3plan.compiler") / "devices" / f"{name}.json").read_text())
     figures = {k: (v["value"], v["source"]) for k, v in data.items() if isinstance(v, dict)}
     measured = {(m["kernel"], m["key"]): (m["us"], m["source"]) for m in data["measured"]}
-    return Device(data["name"], data["arch"], data["compile_target"], figures, measured)
+    return Device(data["name"], data["arch"], data["compile_target"], figures, measured,
+                  data.get("calibrated_on"))

@@ -7,8 +7,11 @@ is then predicted, by the model and by how far the model was off at that nearest
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -58,10 +61,54 @@ def shape_key(region: Region) -> str:
     return ",".join(parts)
 
 
-class Tuning:
-    """All tables of one GPU."""
+@dataclass(frozen=True)
+class Calibration:
+    """What kernels took on another GPU, where a launch pays ``in_step_us`` in a step beyond its model."""
 
-    def __init__(self, lines: Iterable[Tuned] = ()) -> None:
+    gpu: str
+    lines: Sequence[Tuned]
+    in_step_us: float
+
+    def scale(self, kernel: str, key: str, us: float, in_step_us: float) -> tuple[float, str]:
+        """Us of a launch in a step of this GPU, whose model says ``us`` and ``in_step_us`` beyond it: times what the
+        kernel took there of its model's price at the nearest shape of any dtype, with the words for it. Less where its
+        weights were on the chip before its turn. A kernel that was not timed there has the least of those with inputs
+        like its own, or the median of all: nobody gains by not being timed."""
+        own = [line for line in self.lines if line.kernel == kernel]
+        found, where = self._nearest(key, own), f"as on {self.gpu} at the nearest measured shape"
+        if found is None:
+            found, where = self._nearest(key, self.lines), f"as others with such inputs on {self.gpu}"
+        if found is None:
+            return us * self._median + in_step_us, f"x {self._median:.2f}, the median of {self.gpu}"
+        # launches that differ in how often an input repeats are few of each in a step: one share says little
+        factor = statistics.median(self._factor(line) for line in self.lines if (
+            line.kernel, line.in_step) == (found.kernel, found.in_step) and line.model_us
+            and distance(line.key, found.key) < COMPARABLE_OCTAVES / 2)
+        if found.in_step:
+            return (us + in_step_us) * factor, f"x {factor:.2f} in a step, {where}"
+        return us * factor + in_step_us, f"x {factor:.2f}, {where}, {in_step_us:.2f} us in a step"
+
+    def _nearest(self, key: str, lines: Iterable[Tuned]) -> Tuned | None:
+        """The line nearest in sizes, of equally near ones that with the least factor."""
+        apart = [(distance(_sizes(line.key), _sizes(key)), self._factor(line), i, line)
+                 for i, line in enumerate(lines) if line.model_us]
+        found = min(apart, default=None)
+        return None if found is None or not math.isfinite(found[0]) else found[3]
+
+    @cached_property
+    def _median(self) -> float:
+        return statistics.median(self._factor(line) for line in self.lines if line.model_us)
+
+    def _factor(self, line: Tuned) -> float:
+        assert line.model_us is not None
+        return line.us / (line.model_us + (self.in_step_us if line.in_step else 0.0))
+
+
+class Tuning:
+    """All tables of one GPU. ``calibration`` is of another one, where nothing was timed on this one."""
+
+    def __init__(self, lines: Iterable[Tuned] = (), calibration: Calibration | None = None) -> None:
+        self.calibration = calibration
         self._exact: dict[tuple[str, str], Tuned] = {}
         self._by_kernel: dict[str, list[Tuned]] = {}
         for line in lines:
@@ -96,6 +143,11 @@ class Tuning:
         # the nearest shape's configuration is none of this shape's, but how far the model was off there still tells
         return Setting(candidates[0], "first candidate, not tuned" if candidates[0] else "",
                        near=near if apart is not None else None, comparable=comparable)
+
+
+def _sizes(key: str) -> str:
+    """A shape key without dtypes."""
+    return re.sub(r":\w+", "", key)
 
 
 def distance(left: str, right: str) -> float:

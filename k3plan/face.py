@@ -10,11 +10,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .compiler.compile import compile_spec
+from .compiler.device import load_device
 from .compiler.kernel import KernelDef
 from .compiler.ops import OPS
 from .compiler.plan import LaunchPlan
 from .compiler.reading.source import load_spec
-from .compiler.tuning import Tuned, Tuning
+from .compiler.tuning import Calibration, Tuned, Tuning
 
 if TYPE_CHECKING:
     from .graphs.module.patch import Patched
@@ -28,8 +29,12 @@ def kernels() -> list[KernelDef]:
 
 
 def tuning(gpu: str) -> Tuning:
-    """The frozen measurements of all menus for ``gpu``."""
-    return Tuning(tuned(gpu))
+    """The frozen measurements of all menus for ``gpu``; where there are none, how far the model was off on the GPU that
+    its device table names."""
+    lines, other = tuned(gpu), load_device(gpu).calibrated_on
+    if lines or other is None:
+        return Tuning(lines)
+    return Tuning(calibration=Calibration(other, tuned(other), load_device(other)["launch_in_step_us"]))
 
 
 def tuned(gpu: str) -> list[Tuned]:

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from broken import EXAMPLE, launch_index, small_plan, small_step, with_step, write_live
 
-from k3plan import compile_plan
+from k3plan.compiler.compile import compile_spec
 from k3plan.compiler.plan import LaunchPlan
 from k3plan.compiler.reading.source import load_spec
+from k3plan.face import kernels, tuning
 from k3plan.graphs.bind import Executable
 from k3plan.graphs.debug.findings import Finding, render
 from k3plan.graphs.debug.lint import check_inputs, check_rows, check_shared_workspace, lint, lint_plan
@@ -53,7 +54,8 @@ def test_lint_leaves_states_and_inputs_alone(sound: Executable) -> None:
 
 
 def test_8_split_count_of_another_context() -> None:
-    plan = compile_plan("examples/k3-gb300-tp16.yaml", ["step.context=131072"])
+    spec = load_spec("examples/k3-gb300-tp16.yaml", ["step.context=131072"])
+    plan = compile_spec(spec, [kernel for kernel in kernels() if kernel.id.startswith("triton.")], tuning("gb300"))
     assert serious(lint_plan(plan)) == []
     choices = [replace(c, config={**c.config, "splits": 1}) if "splits" in c.config and "block" in c.config else c
                for c in plan.choices]

@@ -18,7 +18,7 @@ from k3plan.compiler.kernel import KernelDef, Menu
 from k3plan.compiler.menu import op_kernels
 from k3plan.compiler.ops import OPS
 from k3plan.compiler.reading.source import load_spec
-from k3plan.compiler.tuning import Tuned, Tuning, distance
+from k3plan.compiler.tuning import Calibration, Tuned, Tuning, distance
 from k3plan.face import kernels, tuning
 from k3plan.graphs.tuner import pool as tune_pool
 from k3plan.graphs.tuner.alone import (
@@ -49,6 +49,39 @@ NORM = KernelDef("test.norm", "h = rms_norm(x, w)\n-> h", "test:bind", configs=l
 ])
 def test_distance(left: str, right: str, octaves: float) -> None:
     assert distance(left, right) == octaves == distance(right, left)
+
+
+ELSEWHERE = Calibration("that GPU", [
+    Tuned("fast", "1x64,32x64", {}, 6.0, "", 4.0), Tuned("fast", "8x64,32x64", {}, 4.0, "", 4.0),
+    Tuned("here", "1x64,32x64", {}, 2.25, "", 4.0, in_step=True), Tuned("slow", "1x64", {}, 9.0, "", 3.0),
+], in_step_us=0.5)
+
+
+@pytest.mark.parametrize(("kernel", "key", "us", "words"), [
+    ("fast", "1x64,32x64", 15.1, "x 1.50, as on that GPU at the nearest measured shape, 0.10 us in a step"),
+    ("fast", "4x64,32x64", 10.1, "x 1.00, as on that GPU at the nearest measured shape, 0.10 us in a step"),
+    ("fast", "1x64:fp8_e4m3,32x64", 15.1, "x 1.50, as on that GPU at the nearest measured shape, 0.10 us in a step"),
+    # a time in a step holds what a launch pays there
+    ("here", "1x64,32x64", 5.05, "x 0.50 in a step, as on that GPU at the nearest measured shape"),
+    ("twin of fast", "8x64,32x64", 10.1, "x 1.00, as others with such inputs on that GPU, 0.10 us in a step"),
+    ("twin of both", "1x64,32x64", 5.05, "x 0.50 in a step, as others with such inputs on that GPU"),
+    ("another", "1x64,32x64,1x64", 12.6, "x 1.25, the median of that GPU"),
+])
+def test_a_price_scaled_by_another_gpu(kernel: str, key: str, us: float, words: str) -> None:
+    """Of a launch of 10 us by the model, and 0.1 in a step."""
+    found, said = ELSEWHERE.scale(kernel, key, 10.0, 0.1)
+    assert found == pytest.approx(us)
+    assert said == words
+
+
+def test_a_gpu_that_was_timed_is_its_own_calibration() -> None:
+    assert tuning("h200").calibration is None
+    assert tuning("cpu").calibration is None
+    for gpu in ("gb300", "b200"):
+        found = tuning(gpu).calibration
+        assert found is not None
+        assert found.gpu == "h200"
+        assert len(found.lines) > 100
 
 
 def chosen(lines: list[Tuned]):
