@@ -28,6 +28,7 @@ class Job:
 
 JOBS = (
     Job("ranks", "pytest -v -m gpu tests/distributed/test_on_gpus.py", 300, gpus=2),
+    Job("killed", "pytest -v -m gpu tests/distributed/test_on_gpus.py -k killed", 150, gpus=2, asked=True),
     Job("ranks-check", f"k3plan launch check {TP2} --set 'model.layers=[0,1,2,3,4]'", 100, gpus=2),
     Job("ranks-bench", f"k3plan launch bench {TP2} --set 'model.layers=[0,1,2,3,4,5,6,7,8,9,10,11]'", 100, gpus=2),
     Job("links", f"k3plan launch links {TP2} --seconds $((SECONDS_LEFT - 40))", 240, gpus=2),
@@ -40,12 +41,10 @@ JOBS = (
     Job("tune", f"cp {TABLE} $OUT/h200.json && k3plan tune {TP16} --only {NEW} --rows {ROWS} --shapes 2 --most 8 "
                 "--seconds $((SECONDS_LEFT - 300)) --times $OUT/times.json --in-step --out $OUT/h200.json && "
                 f"cp $OUT/h200.json {TABLE} && k3plan bench {TP16} --profiles auto,stock --rows {ROWS}", 580, gpus=2),
-    # settles the step twice, with KDA's trigger early and late
-    Job("late", f"cp {TABLE} $OUT/h200.json && k3plan tune {TP16} --only attn_res,cute.kda --rows 1x1,1x8 --shapes 2 "
-                "--seconds $((SECONDS_LEFT - 200)) --times $OUT/times.json --in-step --out $OUT/h200.json", 400),
+    # from the table as it is: other configurations, and plans without a kernel, in the whole step
+    Job("exchanges", f"cp {TABLE} $OUT/h200.json && k3plan tune {TP16} --only none --rows 1x1 --in-step "
+                     "--exchanges 100 --out $OUT/h200.json", 360),
     Job("bench", f"k3plan bench {TP16} --profiles auto,stock --rows {ROWS}", 200, asked=True),
-    Job("carveout", f"k3plan bench {TP16} --profiles auto --rows 1x1,1x8 && "
-                    f"K3PLAN_CARVEOUT=100 k3plan bench {TP16} --profiles auto --rows 1x1,1x8", 140),
     Job("buckets", f"k3plan graph record {TP16} --buckets --out $OUT/step.json", 280),
     Job("step", f"k3plan graph record {TP16} --rows 1x1 --out $OUT/step.json && k3plan graph time $OUT/step.json", 90),
     Job("numerics", f"k3plan tune {TP16} --only mla_attend,experts --rows 1x1,8x1 --seconds $((SECONDS_LEFT - 30)) "
@@ -61,6 +60,7 @@ JOBS = (
                       "pytest -q -m gpu tests/cute/test_on_device.py -k tp16-S2xL1 > $OUT/$tool.txt 2>&1 || worst=9; "
                       "grep -v 'Host Frame' $OUT/$tool.txt | head -200; done; exit $worst", 300, asked=True),
     Job("triton", "pytest -q -m gpu tests/math/test_kernels.py tests/math/test_query_exchange.py -n 6", 400, share=0.5),
+    Job("crash", "pytest -v -m gpu tests/debug/test_failures_gpu.py -k 'waits_for_ever or fault_in_an_eager'", 200),
     Job("debugger", "pytest -q -m gpu tests/debug tests/graphs -n 2", 300, share=0.5),
     Job("module", "pytest -q -m gpu tests/module -k 'not two_ranks'", 150, share=0.5),
 )

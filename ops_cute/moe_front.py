@@ -58,11 +58,10 @@ from .moe_parts import (
     stream_policy,
 )
 from .moe_topk import choose, clear_keys
-from .primitives import lane_xor, load_shared, load_words, mma, pack, select, store_shared, store_words
+from .primitives import lane_xor, load_shared, load_words, mma, pack, select, store_shared, store_words, total
 
 COPIER, FINISHER, ROUTER = WARPS, WARPS + 1, WARPS + 2
 EPOCH_READ = 1  # named barrier of the two warps that read the epoch
-CHAINS = 4  # sums of a warp that do not wait for each other
 
 
 @cute.jit
@@ -121,7 +120,7 @@ def multiply_units(source: Any, block: Any, warp: Any, lane: Any, shared: Any, w
     first = cutlass.min(warp * p.own, Int32(p.chunk - p.own))
     inside = (lane >> 2) * p.row_bytes + first * 64 + (lane & 3) * 16
     for _unit in cutlass.range(block, p.units, p.blocks, unroll=1):
-        sums = [[Float32(0.0)] * 4 for _ in range(CHAINS)]
+        sums = [[Float32(0.0)] * 4 for _ in range(p.chains)]
         for chunk in cutlass.range_constexpr(p.chunks):
             slot = fill % p.slots
             await_phase(shared + where["full"] + slot * 8, (fill // p.slots) & 1)
@@ -131,7 +130,8 @@ def multiply_units(source: Any, block: Any, warp: Any, lane: Any, shared: Any, w
                 index = chunk * p.own + i
                 # rows 0 to 7 of the first operand are the tokens at the columns of w[0] and w[1], rows 8 to 15 the same
                 # tokens at those of w[2] and w[3]: of each product one half is wanted
-                early, late = index % 2, 2 + index % 2
+                half = p.chains // 2
+                early, late = index % half, half + index % half
                 sums[early] = mma(x[index], w[:2], sums[early])
                 sums[late] = mma(x[index], w[2:], sums[late])
             cute.arch.sync_warp()
@@ -140,7 +140,7 @@ def multiply_units(source: Any, block: Any, warp: Any, lane: Any, shared: Any, w
             fill = fill + 1
         buffer = done & 1
         await_phase(shared + where["partials_empty"] + buffer * 8, ((done >> 1) & 1) ^ 1)
-        both = [(sums[0][i] + sums[1][i]) + (sums[2][2 + i] + sums[3][2 + i]) for i in range(2)]
+        both = [total([chain[i + 2 * (c >= p.chains // 2)] for c, chain in enumerate(sums)]) for i in range(2)]
         store_shared(shared + where["partials"] + buffer * PARTIALS + (warp * 32 + lane) * 8, both)
         cute.arch.sync_warp()
         if lane == 0:
@@ -268,7 +268,8 @@ def bind(call: Call) -> Launch:
         tokens=x.shape[0], columns=x.shape[1], router=router.shape[0], plain=weight.shape[0] - 2 * pairs, pairs=pairs,
         top_k=attrs["top_k"], blocks=blocks, slots=config.slots, stride_x=row_stride(x), stride_f=row_stride(f),
         stride_a=0 if a is None else row_stride(a), beta=activation["beta"], linear_beta=activation["linear_beta"],
-        renormalize=attrs["renormalize"], scaling=attrs["scaling"], dependent=call.dependent_launch)
+        renormalize=attrs["renormalize"], scaling=attrs["scaling"], dependent=call.dependent_launch,
+        lean=False)
     assert static.columns % BLOCK == 0, f"x {x.shape}"
     assert call.scratch["logits"].shape[0] == PARITIES, f"logits {call.scratch['logits'].shape}"
     arguments = {name: tensors[name] for name in ("x", "router", "weight", "bias", "f", "ids", "weights")}

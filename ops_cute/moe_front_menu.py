@@ -16,6 +16,8 @@ MOST_RANKS = 32  # a report has a bit for each
 MOST_KEYS = 1024  # experts: 32 keys in the registers of a lane
 MOST_BLOCKS = 256  # epochs that are kept, one for each thread block
 PARITIES = 2
+MOST_SLOTS = 12
+FEWEST_BLOCKS = 132  # multiprocessors of the smallest GPU that the kernel is for
 
 
 def _needs(region: Region) -> str | None:
@@ -61,18 +63,32 @@ def _sharded_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scr
     return mailbox(_ranks(region), rows * (router // 4 + plain // 8), MOST_BLOCKS)
 
 
-def _fits(region: Region, slots: int) -> bool:
+def _plan(region: Region, slots: int, lean: bool = False) -> Static:
+    """Sizes, as far as the shapes say them, on the fewest multiprocessors."""
     router, plain, pairs = row_groups(region)
     tokens, columns = region.value("x").shape
-    plan = Static(
-        tokens=tokens, columns=columns, router=router, plain=plain, pairs=pairs, top_k=1, blocks=1, slots=slots,
-        stride_x=0, stride_f=0, stride_a=0, beta=1.0, linear_beta=1.0, renormalize=True, scaling=1.0, dependent=False)
-    return plan.place()["end"] <= LIMIT
+    return Static(
+        tokens=tokens, columns=columns, router=router, plain=plain, pairs=pairs, top_k=1, blocks=FEWEST_BLOCKS,
+        slots=slots, stride_x=0, stride_f=0, stride_a=0, beta=1.0, linear_beta=1.0, renormalize=True, scaling=1.0,
+        dependent=False, lean=lean)
+
+
+def _fits(region: Region, slots: int) -> bool:
+    return _plan(region, slots).place()["end"] <= LIMIT
 
 
 def configs(region: Region) -> list[dict[str, Any]]:
     """As much in flight as fits first; fewer slots leave room for a neighbour's blocks."""
-    return [{"slots": slots} for slots in (12, 8, 6, 4, 2) if _fits(region, slots)]
+    return [{"slots": slots} for slots in (MOST_SLOTS, 8, 6, 4, 2) if _fits(region, slots)]
+
+
+def sharded_configs(region: Region) -> list[dict[str, Any]]:
+    """As ``configs``; last, as many slots as a block has weights for, and the top-k's memory over them: beside it there
+    is room for the blocks of a projection that ends before it."""
+    plan = _plan(region, 1)
+    whole = plan.chunks * -(-plan.units // plan.blocks)
+    lean = [{"slots": whole, "lean": True}] if 2 <= whole <= MOST_SLOTS and _fits(region, whole) else []
+    return [*configs(region), *lean]
 
 
 def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
@@ -95,7 +111,7 @@ KERNELS: tuple[KernelDef, ...] = (
     _define("moe_front", True, "router, latent and shared projections, SiTU and the top-k in one launch"),
     _define("moe_front_plain", False, "router and latent projections and the top-k in one launch"),
     KernelDef(id="cute.moe_front_sharded", pattern=MOE_FRONT_SHARDED, arch=ARCH, rows=(1, TOKENS),
-              entry="k3plan.ops_cute.moe_front_sharded:bind", needs=_needs_shards, configs=configs,
+              entry="k3plan.ops_cute.moe_front_sharded:bind", needs=_needs_shards, configs=sharded_configs,
               scratch=_sharded_scratch,
               note="sharded router, latent and shared projections, both gathers and the top-k in one launch"),
 )

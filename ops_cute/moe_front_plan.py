@@ -17,9 +17,11 @@ PARTIALS = WARPS * 32 * 8  # bytes of one sum over warps: 2 fp32 a lane
 
 @dataclass(frozen=True)
 class Config:
-    """Slots of the ring of weights. Fewer leave room for a neighbour on the multiprocessor."""
+    """Slots of the ring of weights. Fewer leave room for a neighbour on the multiprocessor, and so does ``lean``: what
+    the top-k has in shared memory lies over the ring (sharded form)."""
 
     slots: int = 12
+    lean: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Static:
     renormalize: bool
     scaling: float
     dependent: bool
+    lean: bool
 
     @property
     def groups(self) -> int:
@@ -62,6 +65,11 @@ class Static:
     def own(self) -> int:
         """Of a slot's those of one warp: as few as divide evenly over some of the warps."""
         return min(n for n in range(1, self.chunk + 1) if self.chunk % n == 0 and self.chunk // n <= WARPS)
+
+    @property
+    def chains(self) -> int:
+        """Sums of a warp that do not wait for each other."""
+        return 2 if self.lean else 4
 
     @property
     def row_bytes(self) -> int:
@@ -98,9 +106,16 @@ class Static:
 
     def place(self) -> dict[str, int]:
         """Where things lie in shared memory, and its bytes under "end"."""
-        return lay_out({
+        streamed = {
             "ring": self.slots * self.slot_bytes, "partials": 2 * PARTIALS, "full": 8 * self.slots,
-            "empty": 8 * self.slots, "partials_full": 16, "partials_empty": 16, "keys": 8 * 32 * self.keys,
-            "scores": 4 * 32 * self.keys, "best": 4 * 32, "best_scores": 4 * 32,
+            "empty": 8 * self.slots, "partials_full": 16, "partials_empty": 16,
+        }
+        chosen = {
+            "keys": 8 * 32 * self.keys, "scores": 4 * 32 * self.keys, "best": 4 * 32, "best_scores": 4 * 32,
             "tops": 8 * 32 * self.routers, "found": 4,
-        })
+        }
+        if not self.lean:
+            return lay_out(streamed | chosen)
+        over = lay_out(chosen)
+        assert over["end"] <= streamed["ring"], f"{over['end']} bytes of the top-k over {streamed['ring']} of the ring"
+        return over | lay_out(streamed)

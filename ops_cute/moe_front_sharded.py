@@ -24,8 +24,10 @@ row's logits are there 2.9 us after the wait for the producers, which is when th
 before its divisions had no branches and four lanes shared a candidate. Compared there: TP16, 1 to 8 rows, in loopback
 (ties of 16 experts among them) and all ranks in two launches, ids exact; 100 replays of 2 ranks with 60 blocks each,
 one of them late.
+``lean``: as many slots as a block has weights for, the top-k's memory over the ring once all warps have multiplied, and
+half the chains of sums: 124 KB and 88 registers in place of 153 and 96, so that a block fits beside one of an o_proj of
+96 KB and its weights arrive while KDA runs. Emulated and compiled; neither launched nor timed.
 """
-# ruff: noqa: SIM102 - what is known while the kernel is traced stands alone
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -50,7 +52,7 @@ from .moe_front import (
     start_ring,
     sum_unit,
 )
-from .moe_front_plan import THREADS, TILE, TOKENS, Config
+from .moe_front_plan import THREADS, TILE, TOKENS, WARPS, Config
 from .moe_front_plan import Static as Plan
 from .moe_parts import multiprocessors, situ
 from .moe_topk import choose, clear_keys
@@ -59,6 +61,7 @@ from .protocol import PROTOCOL
 
 WAITS = ("logits of a row", "latent of a row")
 WHOLE, PUBLISH, COLLECT = 0, 1, 2
+MULTIPLIED = 3  # named barrier of the warps that multiply
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,15 @@ def _await_readers(block: Any, p: cutlass.Constexpr):
         cute.arch.barrier(barrier_id=EPOCH_READ, number_of_threads=p.readers)
 
 
+@cute.jit
+def _clear_ring(block: Any, thread: Any, routes: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """By the warps that have multiplied, in a block that routes: once none of them reads the ring any more, and nothing
+    is on its way there, the top-k's memory over it is made ready."""
+    if block >= p.blocks - p.tokens:
+        cute.arch.barrier(barrier_id=MULTIPLIED, number_of_threads=32 * WARPS)
+        clear_keys(thread, routes, shared, where, p)
+
+
 def _place_of_logits(thread: Any, p: Static) -> tuple[Any, Any]:
     """The sender of a thread's fragment of logits and its number among the sender's; the last for threads too many."""
     index = cutlass.min(thread, Int32(p.ranks * p.of_logits - 1))
@@ -219,11 +231,14 @@ def _moe_front_sharded(arguments: Any, names: cutlass.Constexpr, p: cutlass.Cons
             sender, inside = _place_of_logits(thread, p)
             first = 4 * (sender * p.of_logits + inside)
             bias = [word.bitcast(Float32) for word in load_words(at["bias"] + Int64(first) * 4, guard=routes)]
-            clear_keys(thread, routes, shared, where, p)
+            if cutlass.const_expr(not p.lean):
+                clear_keys(thread, routes, shared, where, p)
         await_producers(p.dependent)
         if cutlass.const_expr(p.phase != COLLECT):
             multiply_units(at["x"], block, warp, lane, shared, where, p)
         if cutlass.const_expr(p.phase != PUBLISH):
+            if cutlass.const_expr(p.lean):
+                _clear_ring(block, thread, routes, shared, where, p)
             if routes != 0:
                 _route(at, bias, block, thread, shared, where, p)
                 _epoch_is_read(block, p)
@@ -232,11 +247,11 @@ def _moe_front_sharded(arguments: Any, names: cutlass.Constexpr, p: cutlass.Cons
 def _static(call: Call, tensors: dict[str, torch.Tensor], ranks: int) -> Static:
     x, a, latent = tensors["x"], tensors["a"], tensors["latent"]
     router, columns = tensors["router"].shape
-    attrs, activation = call.attrs["ids"], call.attrs["a"]
+    attrs, activation, config = call.attrs["ids"], call.attrs["a"], Config(**call.config)
     pairs = a.shape[1]
     return Static(
         tokens=x.shape[0], columns=columns, router=router, plain=tensors["weight"].shape[0] - 2 * pairs, pairs=pairs,
-        top_k=attrs["top_k"], blocks=multiprocessors(x.device), slots=Config(**call.config).slots,
+        top_k=attrs["top_k"], blocks=multiprocessors(x.device), slots=config.slots, lean=config.lean,
         stride_x=row_stride(x), stride_f=0, stride_a=row_stride(a), beta=activation["beta"],
         linear_beta=activation["linear_beta"], renormalize=attrs["renormalize"], scaling=attrs["scaling"],
         dependent=call.dependent_launch, ranks=ranks, table=columns_of(tuple(tensors), ranks),

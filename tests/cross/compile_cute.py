@@ -79,6 +79,8 @@ def forms_of(region: Region) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "-fresh", {"config": configs[0], "settled": ()}
     for config in [config for config in configs if region.kernel.late(config)][:1]:
         yield "-late", {"config": config}
+    for config in [config for config in configs if config.get("lean")]:
+        yield "-lean", {"config": config}
 
 
 def compile_one(task: tuple[int, str, dict[str, list[int]]]) -> list[Line]:

@@ -173,9 +173,9 @@ def test_front_gives_ties_to_the_lower_id() -> None:
     check("moe_front", region, setting, {"slots": 4}, blocks=3, change=equal)
 
 
-@pytest.mark.parametrize(("experts", "top_k", "rows"), [
-    (64, 5, 3), pytest.param(208, 20, 1, marks=pytest.mark.slow)])
-def test_sharded_front_of_all_ranks(experts: int, top_k: int, rows: int) -> None:
+@pytest.mark.parametrize(("experts", "top_k", "rows", "lean"), [
+    (64, 5, 3, False), (64, 5, 2, True), pytest.param(208, 20, 1, False, marks=pytest.mark.slow)])
+def test_sharded_front_of_all_ranks(experts: int, top_k: int, rows: int, lean: bool) -> None:
     """One warp chooses, and two with idle lanes; few and many experts are wanted."""
     model = replace(ROUTED, experts=experts, top_k=top_k)
     setting = Setting("small", model, 2, rows, 1, choices=kernel_check.SHARDED)
@@ -186,7 +186,7 @@ def test_sharded_front_of_all_ranks(experts: int, top_k: int, rows: int) -> None
         for one in launch.launches:
             warp_emulator.run(one, [*everything, one.arguments["table"]], seed)
 
-    check_ranks(region_of(moe_front_menu.KERNELS[2:], setting), setting, made.bind, run)
+    check_ranks(region_of(moe_front_menu.KERNELS[2:], setting), setting, made.bind, run, {"slots": 2, "lean": lean})
 
 
 def test_the_emulator_sees_a_slot_that_nobody_frees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,18 +215,38 @@ def test_sharded_front_of_all_ranks_on_a_gpu(rows: int, device: str) -> None:
         torch.cuda.synchronize()
 
     setting = real_setting(rows)
-    check_ranks(region_of(moe_front_menu.KERNELS[2:], setting), setting, bind, run, device)
+    check_ranks(region_of(moe_front_menu.KERNELS[2:], setting), setting, bind, run, {"slots": 12}, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
-def test_sharded_front_in_loopback_on_a_gpu(rows: int, device: str) -> None:
-    """The one launch that a rank has: it hears itself 16 times, and where all biases are equal, choices are ties."""
+@pytest.mark.parametrize("config", [{"slots": 12}, {"slots": 7, "lean": True}], ids=str)
+def test_sharded_front_in_loopback_on_a_gpu(rows: int, config: Mapping[str, Any], device: str) -> None:
     from k3plan.ops_cute.moe_front_sharded import bind
 
-    setting = real_setting(rows)
+    def run(launch: Any, everything: list[torch.Tensor], seed: int) -> None:
+        launch()
+        torch.cuda.synchronize()
+
+    check_loopback(real_setting(rows), bind, run, config, device)
+
+
+@pytest.mark.parametrize(("rows", "config"), [(3, {"slots": 3}), (2, {"slots": 4, "lean": True})], ids=str)
+def test_sharded_front_in_loopback(rows: int, config: Mapping[str, Any]) -> None:
+    made = modules()["moe_front_sharded"]
+    warp_emulator.set_multiprocessors(modules(), 5)
+
+    def run(launch: Any, everything: list[torch.Tensor], seed: int) -> None:
+        warp_emulator.run(launch, [*everything, launch.arguments["table"]], seed)
+
+    setting = Setting("small", replace(ROUTED, experts=64, top_k=5), 2, rows, 1, choices=kernel_check.SHARDED)
+    check_loopback(setting, made.bind, run, config, "cpu")
+
+
+def check_loopback(setting: Setting, bind: Any, run: Any, config: Mapping[str, Any], device: str) -> None:
+    """The one launch that a rank has: it hears itself for all ranks, and where all biases are equal, choices are ties.
+    """
     region = region_of(moe_front_menu.KERNELS[2:], setting)
-    config = {"slots": 12}
     own = {n: t.to(device) for n, t in tensors_of(region, kernel_check.make_inputs(region, setting, 0, "cpu")).items()}
     scratch = {name: allocate(one, device) for name, one in scratch_of(region, config).items()}
     call = make_call(arguments_of(region), own, scratch=scratch, config=config)
@@ -238,8 +258,7 @@ def test_sharded_front_in_loopback_on_a_gpu(rows: int, device: str) -> None:
             own[region.binding["bias"]].zero_()
         for name in region.outputs:
             kernel_check._poison(own[name])
-        launch()
-        torch.cuda.synchronize()
+        run(launch, [*own.values(), *scratch.values()], seed)
         compare_ranks(region, setting, [{name: t.cpu() for name, t in own.items()}] * setting.tp, seed)
 
 
@@ -322,9 +341,10 @@ def fresh_ranks(region: Region, setting: Setting, seed: int) -> list[dict[str, t
     return [own | same for own in found]
 
 
-def check_ranks(region: Region, setting: Setting, bind: Any, run: Any, device: str = "cpu") -> None:
+def check_ranks(region: Region, setting: Setting, bind: Any, run: Any, config: Mapping[str, Any],
+                device: str = "cpu") -> None:
     """Four launches, so that the mailbox goes round; every rank must choose the same experts."""
-    calls, ranks = ranks_of(region, setting, {"slots": 2 if device == "cpu" else 12}, device)
+    calls, ranks = ranks_of(region, setting, config, device)
     launch = bind(calls, emulated_links([call.scratch["mailbox"] for call in calls]))
     everything = [t for own in ranks for t in own.values()] + [t for c in calls for t in c.scratch.values()]
     for seed in range(4):

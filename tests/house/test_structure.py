@@ -28,8 +28,8 @@ FOLDERS = {"k3plan": "k3plan"} | {f"k3plan.{f}": f for f in ("compiler", "ops_tr
 # 6,000 at first: positions, carets and did-you-mean for every value of a plan file took 1,600 of it; transports,
 # streams and buckets, which several ranks and several sizes of a step need, 400 more; what a launch may read before it
 # waits, proved for every launch of a plan, 100; a word and a fix for what callers from Python pass by mistake, 90;
-# kernels of a capture compiled in processes, 20; less 345 that went with the tuner into a room of its own; prices of a GPU
-# that nobody timed, scaled by what the kernels took on another one, 55
+# kernels of a capture compiled in processes, 20; less 345 that went with the tuner into a room of its own; prices of a
+# GPU that nobody timed, scaled by what the kernels took on another one, 55
 COMPILER_AND_GRAPHS_LINES = 10000
 # rooms beside the pipeline, each with its own budget: one can leave them all out and still compile, bind and run
 ROOM_LINES = {"graphs/debug": 4500, "graphs/module": 1500, "graphs/distributed": 1200, "graphs/tuner": 640}
