@@ -26,6 +26,7 @@ KDA_VERIFY_SLOTS = _KDA.format(
 
 PROJECTION = "f = linear(x, weight)\n-> f"
 PROJECTION_ADD = "f = linear(x, weight)\ny = add(f, other)\n-> y"
+PROJECTION_GATE = "f = linear(x, weight)\ny = sigmoid_mul(gated, f)\n-> y"
 PROJECTION_ROUTER = "logits = linear(x, router)\nf = linear(x, weight)\n-> logits, f"
 
 MIX = "m = attn_res(score, p, ...)\nh = rms_norm(m, weight)\n-> p, h"

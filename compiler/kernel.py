@@ -30,8 +30,8 @@ class Cost:
 class KernelDef:
     """One line of a menu: which subgraph a kernel computes, and when it can.
 
-    ``needs`` and ``cost`` must be pure functions of the ops, attrs, shapes, dtypes, roles and placements of
-    the region, and never of names: equal layers are planned once.
+    ``needs``, ``cost`` and ``configs`` must be pure functions of the target and of the ops, attrs, shapes, dtypes,
+    roles and placements of the region, and never of names: equal layers are planned once.
     """
 
     id: str  # "triton.attn_res"
@@ -81,6 +81,12 @@ class Region:
     inputs: tuple[str, ...]  # every value read and not made inside, in the order of the pattern
     outputs: tuple[str, ...]  # exports that are read outside or leave the graph, in the order of the pattern
     graph: Graph = field(repr=False)
+    arch: str | None = None  # of the target: "sm_90", "gfx950"; None is any
+
+    @property
+    def warp_size(self) -> int:
+        """Threads of a warp on the target: 64 on AMD's gfx9, 32 on every other."""
+        return 64 if self.arch is not None and self.arch.startswith("gfx9") else 32
 
     def value(self, name: str) -> Value:
         """The value that a pattern name is bound to. ``KeyError`` when the pattern has no such name."""

@@ -147,7 +147,9 @@ def stripe_configs(region: Region) -> list[dict[str, Any]]:
     held = [{"rows": r, "warps": w} for r, w in ((4, 8), (4, 4), (8, 8), (2, 4))]
     walked = [{"rows": r, "warps": 4, "block": b, "stages": s} for r, b, s in ((32, 128, 4), (16, 256, 3), (32, 64, 6))]
     wide, few = region.value("weight").shape[0] > HELD_COLUMNS, region.value("out").shape[0] <= 4
-    return held if few and not wide else walked if wide and not few else held + walked
+    # held rows times 16 step rows: every size spills, 256 to 1636 bytes a thread (gfx950, triton 3.6)
+    spilled = region.warp_size > 32
+    return held if few and not wide else walked if (wide or spilled) and not few else held + walked
 
 
 def _needs_stripe(region: Region) -> str | None:

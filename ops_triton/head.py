@@ -4,16 +4,19 @@ Contract: ``logits = x weight^T`` fp32 [T, V] for x bf16 [T, K] (any row stride)
 when somebody reads them; ``key`` i64 [T] as in the op ``argmax_key``: the logit as an ordered integer above the
 inverted id (of the whole vocabulary: ``rank`` V before this rank's), so that the maximum over ranks picks the winner
 and the lower id wins a tie. NaN ranks below every number, -0.0 equals +0.0. ``token`` i32 [T] is the id inside the
-key, -1 on padding rows. ``embed`` gives zeros for token -1 and for tokens of other ranks.
+key, -1 on padding rows. With ``norm`` [K] bf16 or fp32 the logits are those of ``rms_norm(x, norm)``,
+which is not written, of at most 8 rows. ``embed`` gives zeros for token -1 and for tokens of other ranks.
 
 Layout of the logits: a block computes ``rows`` rows of the weight for all T, in the forms of ``skinny_linear`` ("fma"
 or "dot"), and raises each row's best key, kept as an unsigned number whose zero is below every key. The last block
-to arrive writes keys or tokens and leaves best keys and counter at zero.
+to arrive writes keys or tokens and leaves best keys and counter at zero. For the norm every block squares and adds all
+of x itself, then rounds each tile of the normed rows to bf16 on its way to the products.
 
-Waits: the first weight tile and the rank are loaded before the wait. The trigger is the first instruction.
-Numerics: bf16 products, fp32 sums; the choice is made on the fp32 sums.
+Waits: the first tiles of weight and norm and the rank are loaded before the wait. The trigger is the first instruction.
+Numerics: bf16 products, fp32 sums; the choice is made on the fp32 sums. The norm is rounded as the op's result is.
 Bytes: V K 2 + T (2 K + 4 V), 10240 x 7168 at one row 146.8 MB: floor on an H200 (2.35 us + bytes / 4.44 TB/s) 35.4 us;
-cuBLAS 43.3 us without the choice. Measured: 38.2 us with it, at one row (one H200, TP16, triton 3.6).
+cuBLAS 43.3 us without the choice. Measured: 38.2 us with it, at one row (one H200, TP16, triton 3.6). With the norm:
+not timed yet; each block reads x twice and the norm once, from L2 or L1.
 Portable: NVIDIA-only calls are behind DEPENDENT_LAUNCH.
 """
 from __future__ import annotations
@@ -57,20 +60,21 @@ def _token(key):
 
 
 @triton.jit
-def _logits(x_ptr, w_ptr, rank_ptr, positions_ptr, logits_ptr, out_ptr, best_ptr, arrivals_ptr,
+def _logits(x_ptr, w_ptr, rank_ptr, positions_ptr, logits_ptr, out_ptr, best_ptr, arrivals_ptr, norm_ptr,
             M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TILES: tl.constexpr,
             STRIDE_X: tl.constexpr, DOT: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
             STAGES: tl.constexpr, EVEN_K: tl.constexpr, HAS_LOGITS: tl.constexpr, TOKENS: tl.constexpr,
-            WIDEN: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
+            NORM: tl.constexpr, EPS: tl.constexpr, WIDEN: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
     start_dependents(DEPENDENT_LAUNCH)
     rows = tl.program_id(0) * R + tl.arange(0, R)
     real = rows < V
     offset = tl.load(rank_ptr) * V
     if DOT:
         acc = _sum_dot(x_ptr, w_ptr, rows, real, 0, M, MP, K, STRIDE_X, R, BK, STEPS, STAGES, EVEN_K, WIDEN,
-                       DEPENDENT_LAUNCH)
+                       DEPENDENT_LAUNCH, norm_ptr, NORM, EPS)
     else:
-        acc = _sum_fma(x_ptr, w_ptr, rows, real, 0, M, MP, K, STRIDE_X, R, BK, STEPS, EVEN_K, DEPENDENT_LAUNCH)
+        acc = _sum_fma(x_ptr, w_ptr, rows, real, 0, M, MP, K, STRIDE_X, R, BK, STEPS, EVEN_K, DEPENDENT_LAUNCH,
+                       norm_ptr, NORM, EPS)
     m = tl.arange(0, MP)
     if HAS_LOGITS:
         tl.store(logits_ptr + m[:, None] * V + rows[None, :], acc, mask=(m < M)[:, None] & real[None, :])
@@ -146,25 +150,29 @@ def _padded(count: int) -> int:
 
 
 def bind(call: Call) -> Launch:
-    """Logits and keys, or tokens where they follow on the same rank; names as in ``head_menu.py``."""
+    """Logits and keys, or tokens where they follow on the same rank, of ``x`` or of its RMS norm; names as in
+    ``head_menu.py``."""
     config = Config(**call.config)
     x, weight, logits = call.tensors["x"], call.tensors["weight"], call.get("logits")
     rows, columns = x.shape
-    tokens = "token" in call.attrs
+    tokens, norm = "token" in call.attrs, call.get("norm")
     out = call.tensors["token" if tokens else "key"]
+    assert norm is None or norm.shape == (columns,), f"norm {None if norm is None else norm.shape} for x {x.shape}"
     assert weight.is_contiguous(), f"weight {weight.shape} {weight.stride()}"
     assert x.dtype == weight.dtype == torch.bfloat16, f"x {x.dtype}, weight {weight.dtype}"
     assert logits is None or logits.is_contiguous(), f"logits {logits.stride()}"
     steps = -(-columns // config.block)
     tiles = -(-weight.shape[0] // config.rows)
-    tensors = {"x_ptr": x, "w_ptr": weight, "rank_ptr": call.tensors["rank"], "out_ptr": out,
+    tensors = {"x_ptr": x, "norm_ptr": weight if norm is None else norm, "w_ptr": weight,
+               "rank_ptr": call.tensors["rank"], "out_ptr": out,
                "positions_ptr": call.tensors["positions"] if tokens else call.tensors["rank"],
                "logits_ptr": out if logits is None else logits, "best_ptr": call.scratch["best"],
                "arrivals_ptr": call.scratch["arrivals"]}
     constants = {"M": rows, "MP": padded_rows(config.form, rows), "K": columns, "V": weight.shape[0], "TILES": tiles,
                  "STRIDE_X": row_stride(x), "DOT": config.form == "dot", "R": config.rows, "BK": config.block,
                  "STEPS": steps, "STAGES": config.stages, "EVEN_K": columns == steps * config.block,
-                 "HAS_LOGITS": logits is not None, "TOKENS": tokens, "WIDEN": INTERPRET,
+                 "HAS_LOGITS": logits is not None, "TOKENS": tokens, "NORM": norm is not None,
+                 "EPS": 0.0 if norm is None else call.attrs["h"]["eps"], "WIDEN": INTERPRET,
                  "DEPENDENT_LAUNCH": call.dependent_launch}
     return KernelLaunch(_logits, (tiles,), tensors, constants, config.warps, config.stages,
                         launch_options(call.dependent_launch))

@@ -10,6 +10,7 @@ from ..compiler.kernel import KernelDef, Region
 HEAD = "k3plan.ops_triton.head:{}"
 ROWS = (1, 64)
 FMA_ROWS = 8  # most rows that are multiplied without the matrix units
+NORM_ROWS = (1, 8)  # every block norms all rows again: with more of them a launch that norms them once is cheap
 
 
 def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:
@@ -29,9 +30,9 @@ def configs(region: Region) -> list[dict[str, Any]]:
 
 
 def _needs_logits(region: Region) -> str | None:
-    for name in ("x", "weight"):
-        if region.value(name).dtype != "bf16":
-            return f"{name} is {region.value(name).dtype}, the kernel reads bf16"
+    for name in ("x", "weight", "h"):
+        if name in region.binding and region.value(name).dtype != "bf16":
+            return f"{name} is {region.value(name).dtype}, the kernel takes bf16"
     if region.value("logits").dtype != "fp32":
         return f"logits are {region.value('logits').dtype}, the kernel writes fp32"
     return None
@@ -56,11 +57,16 @@ def embed_configs(region: Region) -> list[dict[str, Any]]:
     return [{"columns": c, "warps": 4} for c in (2048, 1024, 8192)]
 
 
+_CHOICE = "key = argmax_key(logits, rank)\n? token = token_of_key(key, positions)\n-> logits, token"
+
 KERNELS: tuple[KernelDef, ...] = (
     KernelDef(id="triton.logits_argmax", entry=HEAD.format("bind"), rows=ROWS, needs=_needs_logits, configs=configs,
-              pattern="logits = linear(x, weight)\nkey = argmax_key(logits, rank)\n"
-                      "? token = token_of_key(key, positions)\n-> logits, token",
-              scratch=scratch, note="logits and the greedy choice among them"),
+              pattern=f"logits = linear(x, weight)\n{_CHOICE}", scratch=scratch,
+              note="logits and the greedy choice among them"),
+    KernelDef(id="triton.norm_logits_argmax", entry=HEAD.format("bind"), rows=NORM_ROWS, needs=_needs_logits,
+              configs=configs, scratch=scratch,
+              pattern=f"h = rms_norm(x, norm)\nlogits = linear(h, weight)\n{_CHOICE}",
+              note="norm of the rows, their logits and the greedy choice among them; nobody else reads the norm"),
     KernelDef(id="triton.argmax_key", entry=HEAD.format("bind_key"), needs=_needs_logit_rows, configs=key_configs,
               pattern="key = argmax_key(logits, rank)\n? token = token_of_key(key, positions)\n-> token",
               note="greedy choice among given logits, one block a row"),

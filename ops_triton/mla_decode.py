@@ -56,11 +56,13 @@ MERGE_ELEMENTS = 8192  # of partial results in the registers of 4 warps at once
 
 @dataclass(frozen=True)
 class Config:
-    """``splits`` blocks a sequence and row tile, each over tiles of ``block`` entries; ``columns``, ``group`` (rows a
-    block) and ``merge_warps`` are those of the second kernel, ``partial`` the dtype of the splits' mixes."""
+    """``splits`` blocks a sequence and ``tile`` query rows, each over tiles of ``block`` entries; ``columns``,
+    ``group`` (rows a block) and ``merge_warps`` are those of the second kernel, ``partial`` the dtype of the splits'
+    mixes."""
 
     splits: int = 128
     block: int = 64
+    tile: int = ROW_TILE
     warps: int = 8
     stages: int = 1
     merge: str = "launch"  # or "last"
@@ -370,7 +372,7 @@ def _sizes(call: Call, config: Config) -> dict[str, int]:
 
 def _attend_launch(call: Call, config: Config, sizes: dict[str, int], mixed: torch.Tensor) -> KernelLaunch:
     attrs, rows = call.attrs["mixed"], sizes["L"] * sizes["HEADS"]
-    tile = min(ROW_TILE, padded(rows, 16))
+    tile = min(config.tile, padded(rows, 16))
     alone = call.get("y") is None and call.get("o") is None
     merge = LAUNCH if config.merge == "launch" or not alone else LAST
     if alone and config.splits == 1:

@@ -58,7 +58,7 @@ def attend_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scrat
         groups = -(-sequences * query // config["group"])
         found["arrivals"] = Scratch((groups * heads,), "i32", zeroed=True)
     elif config["merge"] == "last":
-        tiles = -(-rows // min(ROW_TILE, padded(rows, 16)))
+        tiles = -(-rows // min(config.get("tile", ROW_TILE), padded(rows, 16)))
         found["arrivals"] = Scratch((sequences * tiles,), "i32", zeroed=True)
     return found
 
@@ -67,24 +67,33 @@ def attend_configs(region: Region) -> list[dict[str, Any]]:
     """Candidates, the guess first: one wave of blocks, one tile each where that is enough for the context."""
     sequences, query, heads, _, context = _attend_sizes(region)
     rows = query * heads
-    tiles = sequences * -(-rows // ROW_TILE)
     found: list[dict[str, Any]] = []
-    # 4 warps have the registers for 16 query rows of bf16 entries, and are fastest there: 9.8 us at one row and context
-    # 8192 on an H200, 8 warps 11.3. A loop over 64 entries has not the shared memory. With 64 entries and fewer than 64
-    # query rows triton 3.6 is wrong on sm_90: on 8 warps it reads shared memory out of range (compute-sanitizer), on 4
-    # the results differ (11 cases of the generic test, both on an H200)
-    narrow = rows <= 16 and region.value("cache").dtype == "bf16"
-    wide = rows > 32
-    for block, warps in (*(((32, 4),) if narrow else ()), *(((64, 8),) if wide else ()), (32, 8)):
+    for form in _attend_forms(region, rows):
+        block, tiles = form["block"], sequences * -(-rows // form.get("tile", ROW_TILE))
         most = -(-context // block)
         for waves in (1.0, 0.5, 2.0):
             splits = max(1, min(most, int(WAVE * waves) // tiles))
             splits = most if splits >= most * 0.9 else 1 << int(log2(splits))
             if splits == most or block < 64:
-                stages = 3 if splits < most else 1
-                found.append({"splits": splits, "block": block, "warps": warps, "stages": stages})
+                found.append({"splits": splits, **form, "stages": 3 if splits < most else 1})
     return [_with_merge(region, config) | extra for config in _unique(found)
             for extra in _merge_variants(region, config, sequences * query)]
+
+
+def _attend_forms(region: Region, rows: int) -> list[dict[str, Any]]:
+    """Entries and warps of a block, and its query rows where it holds fewer of ``rows`` than ``ROW_TILE``."""
+    narrow, wide, bf16 = rows <= 16, rows > 32, region.value("cache").dtype == "bf16"
+    if region.warp_size > 32 and not narrow:
+        # a thread has 256 registers on 8 warps of 64 and 512 on 4. 64 query rows in a loop spill 1 to 4 KB on either,
+        # 32 where the last block merges; on 8 warps a widened tile of FP8 spills 64 bytes (gfx950, triton 3.6)
+        whole = [{"block": 64, "warps": 8 if bf16 else 4}] if wide else []
+        return [*whole, {"block": 32, "warps": 8, "tile": 16}]
+    # 4 warps have the registers for 16 query rows of bf16 entries, and are fastest there: 9.8 us at one row and context
+    # 8192 on an H200, 8 warps 11.3. A loop over 64 entries has not the shared memory. With 64 entries and fewer than 64
+    # query rows triton 3.6 is wrong on sm_90: on 8 warps it reads shared memory out of range (compute-sanitizer), on 4
+    # the results differ (11 cases of the generic test, both on an H200)
+    first = [{"block": 32, "warps": 4}] if narrow and bf16 else [{"block": 64, "warps": 8}] if wide else []
+    return [*first, {"block": 32, "warps": 8}]
 
 
 def _unique(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -149,9 +158,14 @@ def query_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratc
 
 def query_configs(region: Region) -> list[dict[str, Any]]:
     """About one wave of blocks; they must all be resident where they exchange. 16 rows at a time need 8 warps."""
-    warps = (8, 4) if region.value("front").shape[0] <= FMA_ROWS else (8,)
+    steps = region.value("front").shape[0]
+    warps = (8, 4) if steps <= FMA_ROWS else (8,)
     if not region.has("mla_absorb_q"):
-        return [{"rows": r, "warps": w} for r in (8, 4, 16) for w in warps]
+        sizes: tuple[int, ...] = (8, 4, 16)
+        if region.warp_size > 32 and steps > FMA_ROWS:
+            # on the matrix units 8 rows of the weight spill, and 4 do in a loop over the step rows (gfx950, triton 3.6)
+            sizes = (4, 16) if steps <= 16 else (16,)
+        return [{"rows": r, "warps": w} for r in sizes for w in warps]
     heads, nope, latent = region.value("w_uk").shape
     parts = [p for p in (32, 16, 8, 4, 2, 1) if (p + 1) * heads <= WAVE and latent // p >= 16 and p <= nope]
     return [{"parts": p, "warps": w} for p in parts[:3] for w in warps if _holds_weights(region, p, w)]

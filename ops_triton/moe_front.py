@@ -91,7 +91,7 @@ def _project(table, tile, epoch_at, M: tl.constexpr, MP: tl.constexpr, K: tl.con
     else:
         a = address(table, 3, tl.bfloat16, ALIGN)
         _store(acc, tile, rows, real, x, x, a, x, x, M, MP, R, 0, TILES_ROUTER + TILES_PLAIN, PAIRS, 0, 0, STRIDE_A,
-               0, 0, False, False, ACTIVATION, BETA, LINEAR_BETA)
+               0, 0, False, 0, ACTIVATION, BETA, LINEAR_BETA)
     store_epoch(epoch_at, epoch)
 
 

@@ -10,6 +10,7 @@ from ..compiler.call import Scratch
 from ..compiler.fusions import (
     PROJECTION,
     PROJECTION_ADD,
+    PROJECTION_GATE,
     PROJECTION_ROUTER,
     activated_projection,
     refuse_dtypes,
@@ -120,6 +121,8 @@ KERNELS: tuple[KernelDef, ...] = (
     _define("skinny_linear", PROJECTION, refuse_dtypes, "one projection"),
     _define("skinny_linear_add", PROJECTION_ADD, refuse_dtypes,
             "projection plus another value"),
+    _define("skinny_linear_gate", PROJECTION_GATE, refuse_dtypes,
+            "another value times the sigmoid of the projection"),
     _define("skinny_linear_router", PROJECTION_ROUTER,
             needs_router, "fp32 router rows and bf16 rows in one launch"),
     *(_define(f"skinny_linear_{short}", activated_projection(op, router=False), _needs_pairs,

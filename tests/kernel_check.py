@@ -70,6 +70,7 @@ class Setting:
     experts: str = "tp"
     numerics: Numerics = PLAIN
     choices: Choices = WHOLE
+    merged: bool = True  # projections of the same rows
 
     def graph(self) -> Graph:
         spec = Spec(
@@ -78,7 +79,8 @@ class Setting:
             profile="auto", choices=self.choices, buckets=(self.sequences,),
         )
         picked = algebra_of(self)
-        return merge_projections(shard_graph(build_graph(spec), spec, picked)[0])[0]
+        graph = shard_graph(build_graph(spec), spec, picked)[0]
+        return merge_projections(graph)[0] if self.merged else graph
 
 
 SETTINGS = (
@@ -96,6 +98,9 @@ SETTINGS = (
     Setting("linear-L2", LINEAR, 1, 1, 2),
     Setting("linear-mxfp4-S2", replace(LINEAR, expert_format="mxfp4"), 1, 2, 1),
     Setting("k3-plain-experts-S2", replace(K3, expert_format="dense"), 1, 2, 1),
+    # the output gate of MLA as a projection of its own
+    Setting("k3-apart-S3", replace(K3, attention=("mla",), mlp=("dense",)), 1, 3, 1, merged=False),
+    Setting("k3-apart-tp2-S10", replace(K3, attention=("mla",), mlp=("dense",)), 2, 10, 1, merged=False),
 )
 REGIONS = 3  # of one kernel in one setting
 CONFIGS = 2  # of one kernel on one region: the default and one more, another each time
@@ -244,6 +249,9 @@ def _content(region: Region, name: str, setting: Setting, generator: torch.Gener
     normal = torch.randn(shape, generator=generator)
     if any(other.op == "argmax_key" for other in region.nodes):
         # a key holds every bit of its logit: quarters have sums that are exact in any order
+        if (node.op, argument) == ("rms_norm", 0):
+            # rows of one size each, a power of two before which eps vanishes: the norm is the signed weight exactly
+            return normal.sign() * 2.0 ** (6 + torch.arange(shape[0]))[:, None]
         return (4 * normal).round() / 4
     return SCALE.get((node.op, argument), _default_scale(value.role))(normal)
 

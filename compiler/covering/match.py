@@ -47,7 +47,7 @@ def find_regions(
 
 class _Matcher:
     def __init__(self, graph: Graph, menu: Menu, arch: str | None, rows: int | None) -> None:
-        self.graph = graph
+        self.graph, self.arch = graph, arch
         self.position = {node.name: index for index, node in enumerate(graph.nodes)}
         self.producer = graph.producer
         self.consumers = graph.consumers
@@ -241,7 +241,7 @@ class _Matcher:
         outputs = tuple(out for out in (binding[name] for name in variant.order)
                         if self._leaves(out, names, exported))
         in_graph = tuple([self.graph.nodes[place] for place in places])
-        return Region(kernel, in_graph, binding, inputs, outputs, self.graph)
+        return Region(kernel, in_graph, binding, inputs, outputs, self.graph, self.arch)
 
     def _fail(self, nodes: tuple[Node, ...], failure: Failure) -> None:
         if self.furthest is None or len(nodes) > len(self.furthest[0]):

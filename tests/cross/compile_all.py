@@ -5,17 +5,16 @@ A program of its own: the test suite runs Triton's interpreter, and a process ei
 of the numbers. A second argument is a regular expression: only launches whose name it finds. Triton's cache keeps
 every result by content, so that a second run compiles only what has changed.
 
-NVIDIA's targets compile the default configuration, which is what an untuned shape gets. No device table of ours is an
-AMD one, so nothing has chosen a configuration for gfx950: where the default spills or is too large there, the first
-candidate that does not is taken, as timing on the device would, and stands as a fourth entry.
+Every launch has the configuration of an untuned shape in a plan for that target, the first that its menu offers there.
 """
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from launches import PROBES, chosen, chosen_probes
 from k3plan.compiler.kernel import Region
 
 Line = tuple[str, str, list[Any] | str]  # launch, target, usage or an error's text
-CANDIDATES = 4  # configurations tried for gfx950
 
 
 def compile_one(index: int) -> list[Line]:
@@ -50,23 +48,11 @@ def compile_probe(name: str) -> list[Line]:
 
 
 def _usage(region: Region, target: str) -> list[list[Any]]:
-    from k3plan.graphs.launch import default_config
-
-    first = _compile(region, target, default_config(region))
-    if _fits(first, target) or target != "gfx950":
-        return first
-    for config in list(region.kernel.configs(region) if region.kernel.configs else ())[1:CANDIDATES]:
-        other = _compile(region, target, config)
-        if _fits(other, target):
-            return [[*usage, dict(config)] for usage in other]
-    return first
-
-
-def _compile(region: Region, target: str, config: Mapping[str, Any]) -> list[list[Any]]:
     from k3plan.graphs.bench import random_inputs
     from k3plan.graphs.launch import bind_region
 
-    return _numbers(bind_region(region, random_inputs(region, "meta"), config, dependent_launch=True), target)
+    planned = replace(region, arch=target.removesuffix("a"))
+    return _numbers(bind_region(planned, random_inputs(planned, "meta"), dependent_launch=True), target)
 
 
 def _numbers(launch: Any, target: str) -> list[list[Any]]:
@@ -75,12 +61,6 @@ def _numbers(launch: Any, target: str) -> list[list[Any]]:
 
     found = [compile_launch(one, target) for one in kernels_of(launch)]
     return [[usage.registers, usage.shared, usage.spilled] for usage in found]
-
-
-def _fits(usages: list[list[Any]], target: str) -> bool:
-    from k3plan.ops_triton.compile_check import SHARED_LIMIT
-
-    return all(not spilled and shared <= SHARED_LIMIT[target] for _, shared, spilled in usages)
 
 
 def _wanted() -> str:

@@ -58,13 +58,15 @@ class Setting:
     numerics: Numerics = PLAIN
     kernels: str = "."  # regular expression that finds their ids
     both: bool = True  # of each form the fewest and the most bytes, or the most only
+    merged: bool = True  # projections of the same rows
 
     def regions(self, sequences: int, query: int, choices: Choices) -> list[Region]:
         spec = Spec(
             model=self.model, layers=self.layers, parallel=Parallel(self.tp, "tp"),
             step=Step(sequences, query, 8192, 64, ("tokens",)), gpu="h200", numerics=self.numerics, profile="fused",
             choices=choices, buckets=(sequences,))
-        graph = merge_projections(shard_graph(build_graph(spec), spec, algebra_of(spec))[0])[0]
+        graph = shard_graph(build_graph(spec), spec, algebra_of(spec))[0]
+        graph = merge_projections(graph)[0] if self.merged else graph
         menu = Menu(kernel for kernel in KERNELS if re.search(self.kernels, kernel.id))
         return find_regions(graph, menu, arch="sm_90", rows=spec.step.rows)[0]
 
@@ -84,6 +86,7 @@ SETTINGS = (
     Setting("tp2", tp=2, rows=((8, 1),), choices=(SHARDED,), layers=(1,), kernels="stripe_gather|moe_tail"),
     Setting("tp1", tp=1, rows=((1, 1),), choices=(WHOLE,), layers=(0,), kernels="kda_decode"),
     Setting("tp32", tp=32, rows=((1, 1),), choices=(WHOLE,), layers=(0,), kernels="kda_decode"),
+    Setting(rows=((1, 1), (8, 1), (64, 1)), choices=(WHOLE,), layers=(3,), kernels="skinny_linear_gate", merged=False),
     Setting("plain", replace(K3, expert_format="dense"), (1,), rows=((1, 1),), choices=(WHOLE,), kernels="dense"),
     Setting("linear", LINEAR, (0, 1, 3), 2, ROW_BY_ROW, (WHOLE,),
             kernels="add_norm|silu|dense|kda_decode|router_topk"),

@@ -1,15 +1,20 @@
 """Logits with the greedy choice among them, on inputs whose sums are exact, so that keys must be equal to the bit."""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import kernel_check
 import pytest
 import torch
 from torch import Tensor
 
 from k3plan.compiler.call import Call
+from k3plan.compiler.covering.match import find_regions
+from k3plan.compiler.kernel import Menu
 from k3plan.compiler.ops import OPS
 from k3plan.ops_triton.head import bind, bind_key
+from k3plan.ops_triton.head_menu import KERNELS
 
 FMA = {"form": "fma", "rows": 4, "block": 256, "warps": 4, "stages": 1}
 DOT = {"form": "dot", "rows": 16, "block": 64, "warps": 4, "stages": 2}
@@ -78,3 +83,34 @@ def test_logits_that_nobody_reads_are_not_written(device: str) -> None:
     bind(Call(tensors, attrs=call.attrs, scratch=call.scratch, config=FMA))()
     logits = OPS["linear"].fn(tensors["x"], tensors["weight"])
     assert torch.equal(tensors["key"], OPS["argmax_key"].fn(logits, tensors["rank"]))
+
+
+@pytest.mark.parametrize("config", [FMA, DOT], ids=["fma", "dot"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 192), (3, 200), (8, 200)])
+def test_the_rows_are_normed_first(rows: int, columns: int, config: dict[str, Any], device: str) -> None:
+    """Rows of any size, and an ``eps`` that counts; x is a view. The choice is that among the kernel's own logits."""
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(rows)[:, None]
+    call = _call(values, _exact(50, columns, seed=1), 1, config, tokens=False, device=device)
+    wide = torch.full((rows, columns + 56), torch.nan, dtype=torch.bfloat16, device=device)
+    norm = 1 + torch.arange(columns, device=device) / columns
+    tensors = {**call.tensors, "x": wide[:, :columns].copy_(values), "norm": norm}
+    bind(replace(call, tensors=tensors, attrs=call.attrs | {"h": {"eps": 0.5}}))()
+    h = OPS["rms_norm"].fn(tensors["x"], norm, eps=0.5)
+    if device == "cpu":  # where Triton's interpreter rounds to bf16 towards zero
+        h = (h.view(torch.int32) & -0x10000).view(torch.float32)
+    # a value of h below 8 that is rounded the other way moves a logit by 2^-5 x 1.5 at most
+    expected = OPS["linear"].fn(h.bfloat16(), tensors["weight"])
+    torch.testing.assert_close(tensors["logits"], expected, rtol=0, atol=0.05)
+    assert torch.equal(tensors["key"], OPS["argmax_key"].fn(tensors["logits"], tensors["rank"]))
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["inside", "outside"])
+def test_a_norm_that_is_read_outside_stays_a_launch_of_its_own(read: bool) -> None:
+    graph = kernel_check.SETTINGS[0].graph()
+    if read:
+        graph = replace(graph, outputs=(*graph.outputs, "head.hidden"))
+    regions, misses = find_regions(graph, Menu(KERNELS), rows=1)
+    assert any(region.kernel.id == "triton.norm_logits_argmax" for region in regions) != read
+    reasons = [miss.reason for miss in misses if miss.kernel == "triton.norm_logits_argmax"]
+    assert reasons == (["value head.hidden is an output of the graph"] * len(reasons) if read else [])
+    assert bool(reasons) == read

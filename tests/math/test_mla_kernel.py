@@ -96,7 +96,7 @@ def test_a_row_does_not_depend_on_the_others(device: str) -> None:
 
 
 def test_many_heads_take_several_tiles_of_rows(device: str) -> None:
-    """A verify step of 8 rows x 24 heads is three tiles of 64 rows."""
+    """A verify step of 8 rows x 24 heads is three tiles of 64 rows, or twelve of 16."""
     generator = torch.Generator().manual_seed(5)
     query = torch.randn(8, 24, LATENT + REST, generator=generator).bfloat16().to(device)
     base = _call([40], device=device)
@@ -105,7 +105,8 @@ def test_many_heads_take_several_tiles_of_rows(device: str) -> None:
         "mixed": torch.full((8, 24, LATENT), torch.nan, dtype=torch.bfloat16, device=device)}
     attrs = {"mixed": dict(base.attrs["mixed"]) | {"query": 8}}
     scratch = {"partial": torch.full((1, 4, 192, LATENT), torch.nan, device=device),
-               "log_sum": torch.full((1, 4, 192), torch.nan, device=device), "arrivals": base.scratch["arrivals"]}
-    for merge in ("launch", "last"):
-        call = Call(tensors, attrs=attrs, scratch=scratch, config=CONFIG | {"merge": merge})
+               "log_sum": torch.full((1, 4, 192), torch.nan, device=device),
+               "arrivals": torch.zeros(12, dtype=torch.int32, device=device)}
+    for merge, tile in (("launch", 64), ("last", 64), ("launch", 16), ("last", 16)):
+        call = Call(tensors, attrs=attrs, scratch=scratch, config=CONFIG | {"merge": merge, "tile": tile})
         torch.testing.assert_close(_run(call), _expected(call), rtol=0.02, atol=0.02)
