@@ -18,6 +18,7 @@ from typing import Any
 EVERY = 0.5  # seconds between two signs of life
 SILENCE = 5.0  # seconds without one after which a rank is taken for dead
 TOLD_SILENCE = 2.0  # the same once the launcher has asked this rank to end, as it does when another has died
+ANSWER = 3.0  # seconds that a rank is given to say how far its launches got
 EXIT_CODE = 3  # of a rank that was ended because of another
 
 
@@ -87,9 +88,18 @@ class Watch:
         return ""
 
     def _say(self, reason: str) -> None:
-        try:
-            lines = self.report()
-        except Exception as error:
-            lines = [f"nothing is known of this rank's device: {type(error).__name__}: {error}"]
-        text = "\n".join([f"k3plan: rank {self.rank} stops: {reason}", *(f"  {line}" for line in lines)])
-        print(text, file=sys.stderr, flush=True)
+        """Who is gone first: what this rank's device tells may be long in coming, or never come."""
+        print(f"k3plan: rank {self.rank} stops: {reason}", file=sys.stderr, flush=True)
+        lines: list[str] = []
+
+        def ask() -> None:
+            try:
+                lines.extend(self.report())
+            except Exception as error:
+                lines.append(f"nothing is known of this rank's device: {type(error).__name__}: {error}")
+
+        asking = threading.Thread(target=ask, name="k3plan-last-words", daemon=True)
+        asking.start()
+        asking.join(ANSWER)
+        found = lines or [f"nothing is known of this rank's device: no answer within {ANSWER:.0f} s"]
+        print("\n".join(f"  {line}" for line in found), file=sys.stderr, flush=True)

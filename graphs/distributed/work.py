@@ -165,6 +165,9 @@ def run_steps(executable: Executable, graph: CapturedStep | None, steps: int, se
             _run_recorded(executable, step, record)
         else:
             graph.replay() if graph is not None else executable.run()
+        if executable.outputs["hidden"].is_cuda:
+            # a copy to the host that waits for a step that hangs could keep the watch from the driver
+            torch.cuda.current_stream().synchronize()
         made.append(executable.outputs["hidden"].to("cpu", copy=True))
         batch.accept([shape.query] * shape.sequences)
     return made

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from k3plan.compiler.errors import BindError, RankError
 from k3plan.compiler.reading.source import load_spec
 from k3plan.face import compile_plan, kernels
-from k3plan.graphs.distributed import report
+from k3plan.graphs.distributed import report, watch
 from k3plan.graphs.distributed.group import Group
 from k3plan.graphs.distributed.library import Library
 from k3plan.graphs.distributed.rank import counted, kernel_digest, make_transport
@@ -112,9 +112,9 @@ def test_the_watch_ends_a_rank_whose_peer_falls_silent(capsys: pytest.CaptureFix
         codes.append(code)
         ended.set()
 
-    watch = Watch(0, 2, store, silence=1.0, end=end)
-    watch.report = lambda: ["triton.all_reduce: 17 launches over"]
-    watch.start()
+    listening = Watch(0, 2, store, silence=1.0, end=end)
+    listening.report = lambda: ["triton.all_reduce: 17 launches over"]
+    listening.start()
     for beat in range(3):  # rank 1 lives for a while
         store.set("beat/1", str(beat))
         time.sleep(0.5)
@@ -126,16 +126,31 @@ def test_the_watch_ends_a_rank_whose_peer_falls_silent(capsys: pytest.CaptureFix
     assert "triton.all_reduce: 17 launches over" in said
 
 
+def test_a_device_that_does_not_answer_holds_nobody_up(capsys: pytest.CaptureFixture[str],
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason is told before the device is asked, and the rank ends without its answer."""
+    monkeypatch.setattr(watch, "ANSWER", 0.3)
+    store, ended, never = dist.HashStore(), threading.Event(), threading.Event()
+    silent = Watch(0, 2, store, silence=0.2, end=lambda code: ended.set())
+    silent.report = lambda: [str(never.wait())]
+    silent.start()
+    assert ended.wait(5)
+    said = capsys.readouterr().err
+    assert said.startswith("k3plan: rank 0 stops: rank 1 has given no sign of life for 0 s")
+    assert "nothing is known of this rank's device: no answer" in said
+    never.set()
+
+
 def test_a_rank_that_left_in_order_is_not_missed() -> None:
     store = dist.HashStore()
-    watch = Watch(0, 3, store, silence=0.0)
+    listening = Watch(0, 3, store, silence=0.0)
     for rank in (1, 2):
         store.set(f"beat/{rank}", "left" if rank == 1 else "1")
-    assert watch.missing() == ""
+    assert listening.missing() == ""
     time.sleep(0.01)
-    assert watch.missing().startswith("rank 2 ")
+    assert listening.missing().startswith("rank 2 ")
     store.set("refused/1", "out of memory")
-    assert watch.missing() == "rank 1 refused: out of memory"
+    assert listening.missing() == "rank 1 refused: out of memory"
 
 
 def test_transports_between_processes_refuse_what_they_cannot_do() -> None:
