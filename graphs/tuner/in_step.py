@@ -129,7 +129,8 @@ class _Search:
     def exchange(self, other: _Exchange) -> Round:
         """The shortest plan with ``other``, which is taken when the step is shorter."""
         self._tried.add(other.name)
-        kernels = [kernel for kernel in self._kernels if other.config or kernel.id != other.lines[0].kernel]
+        kernels = [kernel for kernel in self._kernels
+                   if other.config is not None or kernel.id != other.lines[0].kernel]
         plan, before = compile_spec(self._spec, kernels, Tuning(other.of(self._lines()))), self.us
         us, shares = self._clock(plan)
         if ALIKE * us < before:
@@ -182,8 +183,8 @@ class _Exchange:
 
     @property
     def name(self) -> str:
-        now = f"{self.lines[0].kernel} {dict(self.lines[0].config)}"
-        return f"{dict(self.config)} for {now}" if self.config else f"nothing for {now}"
+        kernel, now = self.lines[0].kernel, dict(self.lines[0].config)
+        return f"nothing for {kernel}" if self.config is None else f"{dict(self.config)} for {kernel} {now}"
 
     def of(self, lines: Iterable[Tuned]) -> list[Tuned]:
         """``lines`` with it."""
