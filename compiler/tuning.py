@@ -105,7 +105,7 @@ class Calibration:
 
 
 class Tuning:
-    """All tables of one GPU. ``calibration`` is of another one, where nothing was timed on this one."""
+    """All tables of one GPU. ``calibration`` is of another one, for kernels that were not timed on this one."""
 
     def __init__(self, lines: Iterable[Tuned] = (), calibration: Calibration | None = None) -> None:
         self.calibration = calibration

@@ -29,12 +29,11 @@ def kernels() -> list[KernelDef]:
 
 
 def tuning(gpu: str) -> Tuning:
-    """The frozen measurements of all menus for ``gpu``; where there are none, how far the model was off on the GPU that
-    its device table names."""
-    lines, other = tuned(gpu), load_device(gpu).calibrated_on
-    if lines or other is None:
-        return Tuning(lines)
-    return Tuning(calibration=Calibration(other, tuned(other), load_device(other)["launch_in_step_us"]))
+    """The frozen measurements of all menus for ``gpu``; for kernels without any, how far the model was off on the GPU
+    that its device table names."""
+    other = load_device(gpu).calibrated_on
+    return Tuning(tuned(gpu), None if other is None else Calibration(
+        other, tuned(other), load_device(other)["launch_in_step_us"]))
 
 
 def tuned(gpu: str) -> list[Tuned]:
