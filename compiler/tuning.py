@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -61,47 +61,48 @@ def shape_key(region: Region) -> str:
     return ",".join(parts)
 
 
-@dataclass(frozen=True)
 class Calibration:
     """What kernels took on another GPU, where a launch pays ``in_step_us`` in a step beyond its model."""
 
-    gpu: str
-    lines: Sequence[Tuned]
-    in_step_us: float
+    def __init__(self, gpu: str, lines: Iterable[Tuned], in_step_us: float) -> None:
+        self.gpu, self._in_step_us = gpu, in_step_us
+        self.lines = [line for line in lines if line.model_us]
+        self._found: dict[tuple[str, str], tuple[float, bool, str]] = {}
 
     def scale(self, kernel: str, key: str, us: float, in_step_us: float) -> tuple[float, str]:
         """Us of a launch in a step of this GPU, whose model says ``us`` and ``in_step_us`` beyond it: times what the
         kernel took there of its model's price at the nearest shape of any dtype, with the words for it. Less where its
         weights were on the chip before its turn. A kernel that was not timed there has the least of those with inputs
         like its own, or the median of all: nobody gains by not being timed."""
+        if (kernel, key) not in self._found:
+            self._found[kernel, key] = self._find(kernel, key)
+        factor, in_step, where = self._found[kernel, key]
+        if in_step:
+            return (us + in_step_us) * factor, f"x {factor:.2f} in a step, {where}"
+        return us * factor + in_step_us, f"x {factor:.2f}, {where}, {in_step_us:.2f} us in a step"
+
+    def _find(self, kernel: str, key: str) -> tuple[float, bool, str]:
         own = [line for line in self.lines if line.kernel == kernel]
         found, where = self._nearest(key, own), f"as on {self.gpu} at the nearest measured shape"
         if found is None:
             found, where = self._nearest(key, self.lines), f"as others with such inputs on {self.gpu}"
+            own = [line for line in self.lines if found is not None and line.kernel == found.kernel]
         if found is None:
-            return us * self._median + in_step_us, f"x {self._median:.2f}, the median of {self.gpu}"
+            return statistics.median(map(self._factor, self.lines)), False, f"the median of {self.gpu}"
         # launches that differ in how often an input repeats are few of each in a step: one share says little
-        factor = statistics.median(self._factor(line) for line in self.lines if (
-            line.kernel, line.in_step) == (found.kernel, found.in_step) and line.model_us
-            and distance(line.key, found.key) < COMPARABLE_OCTAVES / 2)
-        if found.in_step:
-            return (us + in_step_us) * factor, f"x {factor:.2f} in a step, {where}"
-        return us * factor + in_step_us, f"x {factor:.2f}, {where}, {in_step_us:.2f} us in a step"
+        factors = [self._factor(line) for line in own if line.in_step == found.in_step
+                   and distance(line.key, found.key) < COMPARABLE_OCTAVES / 2]
+        return statistics.median(factors), found.in_step, where
 
     def _nearest(self, key: str, lines: Iterable[Tuned]) -> Tuned | None:
         """The line nearest in sizes, of equally near ones that with the least factor."""
-        apart = [(distance(_sizes(line.key), _sizes(key)), self._factor(line), i, line)
-                 for i, line in enumerate(lines) if line.model_us]
-        found = min(apart, default=None)
-        return None if found is None or not math.isfinite(found[0]) else found[3]
-
-    @cached_property
-    def _median(self) -> float:
-        return statistics.median(self._factor(line) for line in self.lines if line.model_us)
+        near = min(((distance(_sizes(line.key), _sizes(key)), self._factor(line), i, line)
+                    for i, line in enumerate(lines)), default=None)
+        return None if near is None or not math.isfinite(near[0]) else near[3]
 
     def _factor(self, line: Tuned) -> float:
         assert line.model_us is not None
-        return line.us / (line.model_us + (self.in_step_us if line.in_step else 0.0))
+        return line.us / (line.model_us + (self._in_step_us if line.in_step else 0.0))
 
 
 class Tuning:
@@ -145,6 +146,7 @@ class Tuning:
                        near=near if apart is not None else None, comparable=comparable)
 
 
+@cache
 def _sizes(key: str) -> str:
     """A shape key without dtypes."""
     return re.sub(r":\w+", "", key)
@@ -172,6 +174,7 @@ def octaves(left: str, right: str) -> list[float] | None:
     return found
 
 
-def _runs(key: str) -> list[tuple[str, int]]:
+@cache
+def _runs(key: str) -> tuple[tuple[str, int], ...]:
     """Parts of a shape key, each with how often it stands there in a row."""
-    return [(part, len(list(same))) for part, same in groupby(key.split(","))]
+    return tuple((part, len(list(same))) for part, same in groupby(key.split(",")))

@@ -65,7 +65,7 @@ ELSEWHERE = Calibration("that GPU", [
     ("here", "1x64,32x64", 5.05, "x 0.50 in a step, as on that GPU at the nearest measured shape"),
     ("twin of fast", "8x64,32x64", 10.1, "x 1.00, as others with such inputs on that GPU, 0.10 us in a step"),
     ("twin of both", "1x64,32x64", 5.05, "x 0.50 in a step, as others with such inputs on that GPU"),
-    ("another", "1x64,32x64,1x64", 12.6, "x 1.25, the median of that GPU"),
+    ("another", "1x64,32x64,1x64", 12.6, "x 1.25, the median of that GPU, 0.10 us in a step"),
 ])
 def test_a_price_scaled_by_another_gpu(kernel: str, key: str, us: float, words: str) -> None:
     """Of a launch of 10 us by the model, and 0.1 in a step."""
