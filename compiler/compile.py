@@ -13,7 +13,6 @@ from .call import Scratch
 from .cost import cost_model
 from .covering.cover import Choice, Cover, cover
 from .covering.match import find_regions
-from .covering.order import FREE_OPS
 from .device import load_device
 from .errors import GraphError
 from .ir import Graph
@@ -129,8 +128,8 @@ def _layer(choice: Choice) -> int:
 
 def _launch_id(region: Region) -> str:
     """The node's name; of several nodes the last one's, and how many more."""
-    solid = [node for node in region.nodes if node.op not in FREE_OPS]
-    return solid[-1].name if len(solid) == 1 else f"{solid[-1].name}+{len(solid) - 1}"
+    last, more = region.solid[-1].name, len(region.solid) - 1
+    return f"{last}+{more}" if more else last
 
 
 def _scratch(region: Region, tuning: Tuning) -> dict[str, tuple[str, Scratch]]:
@@ -169,7 +168,7 @@ def _launches(
             raise GraphError(f"{_launch_id(region)}: {choice.kernel} may read {region.kernel.early} too early")
         launches.append(Launch(
             id=_launch_id(region), choice=index, layer=last.layer, stage=last.stage, inputs=region.inputs,
-            outputs=region.outputs, nodes=tuple(n.name for n in region.nodes if n.op not in FREE_OPS),
+            outputs=region.outputs, nodes=tuple(n.name for n in region.solid),
             results=last.outputs if own else (), names=arguments.names,
             rest=arguments.rest, scratch={n: t for n, (t, _) in workspace.items()},
             stream=slot.stream, dependent=slot.dependent, hidden_us=slot.hidden_us,
@@ -184,7 +183,7 @@ def _plan_choice(choice: Choice, tuning: Tuning, arguments: Arguments) -> PlanCh
     setting = tuning.setting(region)
     return PlanChoice(
         kernel=choice.kernel, entry=region.kernel.entry,
-        ops=tuple(n.op for n in region.nodes if n.op not in FREE_OPS),
+        ops=tuple(n.op for n in region.solid),
         attrs={name: dict(a) for name, a in arguments.attrs.items()}, config=dict(setting.config),
         config_source=setting.source, us=round(choice.cost.us, 3), measured=choice.cost.measured,
         source=choice.cost.source, bytes=choice.cost.bytes, flops=choice.cost.flops,

@@ -36,10 +36,8 @@ def traffic(region: Region) -> Traffic:
     total = flops = 0
     made = {name for node in region.nodes for name in node.outputs}
     exported = set(region.outputs)
-    for node in region.nodes:
+    for node in region.solid:
         counted = OPS[node.op].count([values[n] for n in node.inputs], [values[n] for n in node.outputs], node.attrs)
-        if OPS[node.op].kind == "view":
-            continue
         total += counted.bytes
         flops += counted.flops
         total -= sum(values[n].nbytes for n in node.inputs if n in made and values[n].role == "activation")

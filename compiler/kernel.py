@@ -8,6 +8,7 @@ from typing import Any
 
 from .call import Scratch
 from .ir import Graph, Node, Value
+from .ops import OPS
 from .pattern import Pattern, Variant
 
 ANY_ROWS = (1, 1 << 30)
@@ -82,6 +83,11 @@ class Region:
     outputs: tuple[str, ...]  # exports that are read outside or leave the graph, in the order of the pattern
     graph: Graph = field(repr=False)
     arch: str | None = None  # of the target: "sm_90", "gfx950"; None is any
+
+    @cached_property
+    def solid(self) -> tuple[Node, ...]:
+        """The nodes that launch something: all but views."""
+        return tuple(node for node in self.nodes if OPS[node.op].kind != "view")
 
     @property
     def warp_size(self) -> int:

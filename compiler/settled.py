@@ -76,6 +76,6 @@ def _storages(graph: Graph) -> Mapping[str, str]:
 
 def _written(region: Region) -> set[str]:
     """Values that a launch writes: its results, and what it updates in place whether or not anything reads it."""
-    updated = {node.inputs[source] for node in region.nodes if OPS[node.op].kind != "view"
+    updated = {node.inputs[source] for node in region.solid
                for source in OPS[node.op].alias.values()}
     return {*region.outputs, *updated}

@@ -100,9 +100,8 @@ def allocate(wanted: Scratch, device: torch.device | str) -> torch.Tensor:
 def in_place(region: Region) -> dict[str, str]:
     """Output value -> the input value whose storage it updates."""
     found: dict[str, str] = {}
-    for node in region.nodes:
+    for node in region.solid:
         for out, source in OPS[node.op].alias.items():
-            if OPS[node.op].kind != "view":
-                name = node.inputs[source]
-                found[node.outputs[out]] = found.get(name, name)
+            name = node.inputs[source]
+            found[node.outputs[out]] = found.get(name, name)
     return found

@@ -67,9 +67,9 @@ class RegionCheck:
         self.region = region
         self.inputs = random_inputs(region, device)
         before = {name: self.inputs[name] for name in region.inputs}
-        solid = [node for node in region.nodes if OPS[node.op].kind != "view"]
         views = {node.outputs[0]: node for node in region.nodes if OPS[node.op].kind == "view"}
-        self.wanted, self.chain = (_evaluate(region.graph, solid, views, before, rounded) for rounded in (False, True))
+        self.wanted, self.chain = (
+            _evaluate(region.graph, region.solid, views, before, rounded) for rounded in (False, True))
 
     def wrong(self, config: Mapping[str, Any]) -> str | None:
         """What one launch computes wrongly into poisoned outputs, in words. Raises what binding or launching raises."""

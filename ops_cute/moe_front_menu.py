@@ -16,6 +16,7 @@ MOST_RANKS = 32  # a report has a bit for each
 MOST_KEYS = 1024  # experts: 32 keys in the registers of a lane
 MOST_BLOCKS = 256  # epochs that are kept, one for each thread block
 PARITIES = 2
+KEY_BYTES = 16  # of shared memory that the top-k has for an expert, at most
 MOST_SLOTS = 12
 FEWEST_BLOCKS = 132  # multiprocessors of the smallest GPU that the kernel is for
 
@@ -63,14 +64,14 @@ def _sharded_scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scr
     return mailbox(_ranks(region), rows * (router // 4 + plain // 8), MOST_BLOCKS)
 
 
-def _plan(region: Region, slots: int, lean: bool = False) -> Static:
+def _plan(region: Region, slots: int) -> Static:
     """Sizes, as far as the shapes say them, on the fewest multiprocessors."""
     router, plain, pairs = row_groups(region)
     tokens, columns = region.value("x").shape
     return Static(
         tokens=tokens, columns=columns, router=router, plain=plain, pairs=pairs, top_k=1, blocks=FEWEST_BLOCKS,
         slots=slots, stride_x=0, stride_f=0, stride_a=0, beta=1.0, linear_beta=1.0, renormalize=True, scaling=1.0,
-        dependent=False, lean=lean)
+        dependent=False, lean=False)
 
 
 def _fits(region: Region, slots: int) -> bool:
@@ -87,7 +88,8 @@ def sharded_configs(region: Region) -> list[dict[str, Any]]:
     is room for the blocks of a projection that ends before it."""
     plan = _plan(region, 1)
     whole = plan.chunks * -(-plan.units // plan.blocks)
-    lean = [{"slots": whole, "lean": True}] if 2 <= whole <= MOST_SLOTS and _fits(region, whole) else []
+    over = whole * plan.slot_bytes >= KEY_BYTES * MOST_KEYS
+    lean = [{"slots": whole, "lean": True}] if over and 2 <= whole <= MOST_SLOTS and _fits(region, whole) else []
     return [*configs(region), *lean]
 
 

@@ -189,14 +189,9 @@ def library_launch(region: Region, group: Group) -> Callable[[], None]:
 
 def unfused(region: Region, found: Sequence[Region]) -> Iterator[Region]:
     """The same nodes with nothing fused into a collective: again and again the largest kernel that fits the rest."""
-    apart = [r for r in found if len(_solid(r)) == 1 or not any(OPS[n.op].kind == "comm" for n in r.nodes)]
-    left = _solid(region)
+    apart = [r for r in found if len(r.solid) == 1 or not any(OPS[n.op].kind == "comm" for n in r.nodes)]
+    left = {node.name for node in region.solid}
     while left:
-        best = max((r for r in apart if _solid(r) <= left), key=lambda r: (len(_solid(r)), r.kernel.id))
+        best = max((r for r in apart if {n.name for n in r.solid} <= left), key=lambda r: (len(r.solid), r.kernel.id))
         yield best
-        left -= _solid(best)
-
-
-def _solid(region: Region) -> set[str]:
-    """Names of the nodes that launch something."""
-    return {node.name for node in region.nodes if OPS[node.op].kind != "view"}
+        left -= {node.name for node in best.solid}

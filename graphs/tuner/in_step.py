@@ -29,9 +29,8 @@ import torch
 from ...compiler.compile import compile_spec, lower
 from ...compiler.cost import model_us
 from ...compiler.covering.match import find_regions
-from ...compiler.covering.order import FREE_OPS
 from ...compiler.device import load_device
-from ...compiler.kernel import KernelDef, Menu
+from ...compiler.kernel import KernelDef, Menu, Region
 from ...compiler.menu import op_kernels
 from ...compiler.plan import LaunchPlan
 from ...compiler.spec import Spec
@@ -239,18 +238,19 @@ def _by_choice(plan: LaunchPlan, kernels: Sequence[KernelDef], shares: Sequence[
     """What ``plan`` chose, of which each launch had one of ``shares``."""
     device, graph = load_device(plan.spec.gpu), lower(plan.spec)[0]
     regions, _ = find_regions(graph, Menu([*op_kernels(), *kernels]), arch=device.arch, rows=plan.spec.step.rows)
-    found = {(r.kernel.id, frozenset(n.name for n in r.nodes if n.op not in FREE_OPS)): r for r in regions}
+    found = {(r.kernel.id, frozenset(n.name for n in r.solid)): r for r in regions}
+    taken: dict[_At, tuple[Tuned, Region]] = {}
     of: dict[_At, list[float]] = defaultdict(list)
-    choices: dict[_At, _Choice] = {}
     for launch, share in zip(plan.launches, shares, strict=True):
         choice = plan.choice(launch)
         region = found[choice.kernel, frozenset(launch.nodes)]
         line = Tuned(choice.kernel, shape_key(region), dict(choice.config), 0.0, source,
                      round(model_us(device, region, 1), 3), in_step=True)
+        taken[_at(line)] = line, region
         of[_at(line)].append(share)
-        choices[_at(line)] = _Choice(replace(line, us=round(statistics.fmean(of[_at(line)]), 3)), len(of[_at(line)]),
-                                     region.kernel.configs(region) if region.kernel.configs else ())
-    return choices
+    return {at: _Choice(replace(line, us=round(statistics.fmean(of[at]), 3)), len(of[at]),
+                        region.kernel.configs(region) if region.kernel.configs else ())
+            for at, (line, region) in taken.items()}
 
 
 class StepClock:

@@ -34,7 +34,8 @@ IMPOSSIBLE: dict[tuple[str, str], str] = {}
 SPILLS: dict[tuple[str, str], str] = {}
 # a second or less each
 SMALL = (r"^triton\.(rms_norm-T1-512|skinny_linear-T1-768|attn_res_mix-T1-7168-nb1|kda_gate-T1|mla_append-T1-o1|"
-         r"embed-T1|logits_argmax-T1|residual_add-T1|experts_combine-T1|all_gather-T1-o1-56|all_reduce_token-T1|skinny_linear_gate-T1)|^link")
+         r"embed-T1|logits_argmax-T1|residual_add-T1|experts_combine-T1|all_gather-T1-o1-56|all_reduce_token-T1|"
+         r"skinny_linear_gate-T1)|^link")
 
 
 def compile_launches(folder: Path, wanted: str = "") -> dict[str, dict[str, Any]]:
