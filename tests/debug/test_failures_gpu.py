@@ -19,8 +19,11 @@ KINDS = {*range(1, 23), *range(47, 51)}
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, dict[str, Any]]:
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=1800)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """Of the cases that are selected, run in one process."""
+    names = [item.callspec.params["name"] for item in request.session.items
+             if item.path == request.path and isinstance(item, pytest.Function) and "outcomes" in item.fixturenames]
+    done = subprocess.run([sys.executable, str(SCRIPT), *names], capture_output=True, text=True, timeout=1800)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, done.stderr[-2000:]
     return {line["name"]: line for line in lines}
@@ -33,6 +36,14 @@ def test_the_failure_is_named(name: str, outcomes: dict[str, dict[str, Any]]) ->
     outcome = outcomes[name]
     said = "\n".join(f"{f['code']} at {f['launch']}, {f['where']}: {f['text']}" for f in outcome.get("findings", []))
     assert outcome["named"], f"expected {outcome['expected'] or 'nothing'}\n{said}\n{outcome.get('log', '')}"
+
+
+def test_the_launches_of_the_cases_are_in_their_plans() -> None:
+    """As the cases themselves need a GPU: their kernels can be imported, and the plans of today have their launches."""
+    provoke.import_kernels()
+    plans = [provoke.small_plan((0, 1, 3), "h200"), provoke.small_plan((0,), "h200", ("parallel.tp=2",))]
+    launches = {launch.id for plan in plans for launch in plan.launches}
+    assert not {case.launch for case in provoke.CASES.values()} - launches - {None, ""}
 
 
 def test_every_kind_has_a_case() -> None:
