@@ -124,8 +124,8 @@ def kda_delta_rule(
     """
     slot = torch.where(slots < 0, state.shape[0] - 1, slots).long()
     current = state[slot].float()
-    out, current, _ = _recur(q, k, v, log_decay, beta, current, positions, 1)
-    state.index_copy_(0, slot, current.to(state.dtype))
+    out, states, _ = _recur(q, k, v, log_decay, beta, current, positions, 1)
+    state.index_copy_(0, slot, states[:, 0].to(state.dtype))
     return out, state
 
 
@@ -170,7 +170,7 @@ def _count_slots(inputs: Sequence[Value], outputs: Sequence[Value], attrs: Attrs
 
 
 @op(infer=_infer_slots, place=split_along((1,) * 5 + (2,), (1, 2)), count=_count_slots, alias={1: 5}, outputs=2,
-    aten=259)
+    aten=118)
 def kda_verify_slots(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor,
     state: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, accepted: torch.Tensor, *, query: int,
@@ -182,15 +182,9 @@ def kda_verify_slots(
     """
     slot = torch.where(slots < 0, state.shape[0] - 1, slots).long()
     current = state[slot, accepted.long().clamp(1, query) - 1].float()
-    rows = [x.unflatten(0, (-1, query)) for x in (q, k, v, log_decay, beta, positions)]
-    outs, states = [], []
-    for t in range(query):
-        row_q, row_k, row_v, row_decay, row_beta, live = (x[:, t] for x in rows)
-        out, current, _ = _recur(row_q, row_k, row_v, row_decay, row_beta, current, live, 1)
-        outs.append(out)
-        states.append(current)
-    state.index_copy_(0, slot, torch.stack(states, 1).to(state.dtype))
-    return torch.stack(outs, 1).flatten(0, 1), state
+    out, states, _ = _recur(q, k, v, log_decay, beta, current, positions, query)
+    state.index_copy_(0, slot, states.to(state.dtype))
+    return out, state
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
@@ -201,7 +195,7 @@ def _recur(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor,
     current: torch.Tensor, positions: torch.Tensor, query: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output [T, H*V], state [S, H, V, K] after the live rows, and the record [S, L, 3, H, K] of all rows."""
+    """Output [T, H*V], states [S, L, H, V, K] behind each row, and the record [S, L, 3, H, K] of all rows."""
     heads, width = current.shape[1], current.shape[3]
 
     def split(x: torch.Tensor) -> torch.Tensor:
@@ -210,7 +204,7 @@ def _recur(
     q4, k4, v4, decay = _unit(split(q)) * width**-0.5, _unit(split(k)), split(v), split(log_decay)
     rate = torch.sigmoid(split(beta))  # [S, L, H, 1]
     live = (positions >= 0).unflatten(0, (-1, query))[:, :, None, None]
-    rows, errors = [], []
+    rows, errors, states = [], [], []
     for t in range(query):
         decayed = current * torch.exp(decay[:, t])[:, :, None, :]
         error = rate[:, t] * (v4[:, t] - torch.einsum("shvk,shk->shv", decayed, k4[:, t]))
@@ -219,10 +213,10 @@ def _recur(
         rows.append(torch.where(live[:, t], out, torch.zeros_like(out)))
         errors.append(error)
         current = torch.where(live[:, t, :, :, None], updated, current)
+        states.append(current)
     result = torch.stack(rows, 1).flatten(0, 1).flatten(1)
-    same = v4.shape == k4.shape
-    record = torch.stack([torch.stack(errors, 1), k4, decay], 2) if same else result
-    return result, current, record
+    record = torch.stack([torch.stack(errors, 1), k4, decay], 2) if v4.shape == k4.shape else result
+    return result, torch.stack(states, 1), record
 
 
 def _fold(state: torch.Tensor, record: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
