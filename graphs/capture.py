@@ -1,7 +1,6 @@
 """Boundary 6: a bound step as one CUDA graph. Everything is compiled and allocated before the capture begins.
 
-A capture calls each launch once, on the stream that the plan gives it, with the waits of ``streams.py`` between
-streams. Whoever wants to look at the capture while it grows passes ``after``, which is called after each launch.
+A capture calls each launch once, on the plan's stream for it, with the waits of ``streams.py`` between streams.
 """
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ class CapturedStep:
     """One CUDA graph over the storage of ``executable``: write its inputs, replay, read its outputs.
 
     ``captured_bytes`` is device memory that the capture took through torch, ``graph_bytes`` what the driver took for
-    the graph before its first replay. ``seconds`` is the time of warming up,
-    capturing and instantiating, ``compile_seconds`` that of compiling before; what was compiled already takes none.
+    the graph before its first replay. ``seconds`` is the time of warming up, capturing and instantiating,
+    ``compile_seconds`` that of compiling before; what was compiled already takes none.
     """
 
     executable: Executable
@@ -60,14 +59,16 @@ class CapturedStep:
         return start.elapsed_time(end) * 1e3 / replays
 
     def host_us(self, replays: int = 50) -> tuple[float, float]:
-        """Median and least us that the host needs to start a replay; the GPU is idle before each, as in a decode loop.
-        A median far above the least is a host that had other work."""
-        times = []
+        """Median and least us that the host needs to start a replay while the GPU is idle. The host polls before it: a
+        core that slept is slower (docs/debugger.md). A median far above the least is a host that had other work."""
+        times, over = [], torch.cuda.Event()
         for _ in range(replays):
-            torch.cuda.synchronize()
+            while not over.query():
+                pass
             started = time.perf_counter()
             self.graph.replay()
             times.append((time.perf_counter() - started) * 1e6)
+            over.record()
         torch.cuda.synchronize()
         return statistics.median(times), min(times)
 
@@ -120,8 +121,7 @@ def capture(executable: Executable, pool: Any = None, *, after: Hook | None = No
     side = {i: torch.cuda.Stream(device) for i in sorted({launch.stream for launch in executable.plan.launches}) if i}
     free, before = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
     graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
-    with no_garbage_collection(), torch.cuda.graph(graph, pool=pool, stream=stream,
-                                                   capture_error_mode=error_mode):
+    with no_garbage_collection(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=error_mode):
         enqueue(executable, {0: stream, **side}, waits, after)
     if keep_graph:
         graph.instantiate()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -51,8 +52,14 @@ def _logged(file: int, plan: str, number: int, step: Callable[[], None]) -> None
     os.write(file, f'{{{who}, "start": {number}}}\n'.encode())
     step()
     if on_gpu:
-        torch.cuda.synchronize()
-        # waits return well while the driver writes the dump of a fault (580): what runs after it has its error
-        torch.zeros(1, device="cuda").item()
+        _await_device(number + 1)
     os.write(file, f'{{{who}, "end": {number}}}\n'.encode())
     return None
+
+
+def _await_device(mark: int) -> None:
+    """Returns once the device has computed ``mark``, no mark of before. While the driver writes the dump of a fault
+    (580), waits and copies return well and nothing is computed; then comes the error."""
+    torch.cuda.synchronize()
+    while torch.full((1,), mark, dtype=torch.int32, device="cuda").item() != mark:
+        time.sleep(0.05)

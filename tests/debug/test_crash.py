@@ -1,8 +1,10 @@
 """``crash``: the end of a command, explained. On a CPU the errors are printed and not real."""
 from __future__ import annotations
 
+import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from broken import launch_index, small_step
 
 from k3plan.compiler.errors import DebugError
 from k3plan.compiler.reading.source import load_spec
+from k3plan.graphs import launch_log
 from k3plan.graphs.debug.core_dump import Fault, parse
 from k3plan.graphs.debug.crash import Log, explain_end, health_finding, read_health, read_log, run_watched
 from k3plan.graphs.debug.record import Bucket, Machine, Node, Record
@@ -195,3 +198,26 @@ def test_32_health_words_name_rank_launch_and_epoch() -> None:
     assert [(f.code, f.launch) for f in found] == [("CG-072", LAUNCH)]
     assert "rank 3 gave up waiting at epoch 41, block 7: 12 words from rank 2 and 4 never came" in found[0].text
     assert health_finding(step.plan, torch.zeros(8, dtype=torch.int32)) is None
+
+
+@pytest.mark.parametrize(("found", "ends"), [([5], True), ([0, 4, 5], True), ([0, 4], False)], ids=str)
+def test_a_launch_is_over_when_the_device_computes_again(
+        found: list[int], ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the driver writes a dump, nothing is computed and nothing fails; then comes the error."""
+    values = iter(found)
+
+    def full(*args: object, **how: object) -> torch.Tensor:
+        value = next(values, None)
+        if value is None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return torch.tensor([value])
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "full", full)
+    log = tmp_path / "launches.jsonl"
+    file = os.open(log, os.O_WRONLY | os.O_CREAT)
+    with nullcontext() if ends else pytest.raises(RuntimeError, match="illegal memory access"):
+        launch_log._logged(file, "plan", 4, lambda: None)
+    assert read_log(log).open == (() if ends else (("plan", 4),))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,41 @@ SCRIPT = Path(__file__).with_name("provoke.py")
 KINDS = {*range(1, 23), *range(47, 51)}
 
 
+class Outcomes:
+    """Of the cases ``names``, run one after the other in one process; a case is waited for when it is asked for."""
+
+    def __init__(self, names: Sequence[str], log: Path) -> None:
+        self._log = log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen([sys.executable, str(SCRIPT), *names], stdout=subprocess.PIPE,
+                                            stderr=errors, text=True)
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        while name not in self._known:
+            line = self.process.stdout.readline()
+            assert line, f"ended before {name}\n{self._log.read_text()[-2000:]}"
+            if line.startswith("{"):
+                self._known |= {found["name"]: found for found in [json.loads(line)]}
+        return self._known[name]
+
+
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    """Of the cases that are selected, run in one process."""
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
+    """Of the cases that are selected."""
     names = [item.callspec.params["name"] for item in request.session.items
              if item.path == request.path and isinstance(item, pytest.Function) and "outcomes" in item.fixturenames]
-    done = subprocess.run([sys.executable, str(SCRIPT), *names], capture_output=True, text=True, timeout=1800)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines, done.stderr[-2000:]
-    return {line["name"]: line for line in lines}
+    found = Outcomes(names, tmp_path_factory.mktemp("provoke") / "errors.txt")
+    yield found
+    found.process.kill()
+    found.process.communicate()
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", provoke.CASES)
-def test_the_failure_is_named(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
+def test_the_failure_is_named(name: str, outcomes: Outcomes) -> None:
     outcome = outcomes[name]
     said = "\n".join(f"{f['code']} at {f['launch']}, {f['where']}: {f['text']}" for f in outcome.get("findings", []))
     assert outcome["named"], f"expected {outcome['expected'] or 'nothing'}\n{said}\n{outcome.get('log', '')}"
