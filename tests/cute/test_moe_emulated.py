@@ -22,7 +22,7 @@ from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.kernel import Menu, Region
 from k3plan.graphs.launch import allocate, arguments_of, make_call, scratch_of
 from k3plan.graphs.load import TORCH_DTYPES
-from k3plan.ops_cute import moe_front_menu
+from k3plan.ops_cute import moe_front_menu, router_topk_menu
 from k3plan.ops_cute.experts import moe_experts_menu
 
 SMALL = replace(kernel_check.K3, hidden=128, latent=128, moe_intermediate=64, shared_experts=1, experts=12, top_k=3)
@@ -36,7 +36,7 @@ def modules() -> dict[str, Any]:
     return warp_emulator.load(("experts.mxfp4", "moe_parts", "mailbox", "moe_topk", "experts.call", "experts.dot",
                                "experts.work_list", "experts.copy_weights", "experts.roles", "experts.moe_experts",
                                "experts.gathered_list", "experts.moe_experts_gathered", "moe_front",
-                               "moe_front_sharded"))
+                               "moe_front_sharded", "router_topk"))
 
 
 def region_of(kernels: Any, setting: Setting) -> Region:
@@ -171,6 +171,26 @@ def test_front_gives_ties_to_the_lower_id() -> None:
     setting = Setting("small", ROUTED, 1, 1, 1)
     region = region_of(moe_front_menu.KERNELS[:1], setting)
     check("moe_front", region, setting, {"slots": 4}, blocks=3, change=equal)
+
+
+@pytest.mark.parametrize("ties", ["none", "all", "at the edge"])
+@pytest.mark.parametrize(("experts", "top_k"), [(16, 3), (64, 5), (160, 16), (896, 16)])
+def test_top_k_alone(experts: int, top_k: int, ties: str) -> None:
+    """One warp chooses, some with idle lanes, and seven; the first ids of equal scores, and NaN behind all."""
+    def tie(inputs: Mapping[str, torch.Tensor]) -> None:
+        if ties == "all":
+            inputs["logits"].fill_(0.5)
+            inputs["bias"].zero_()
+        elif ties == "at the edge":
+            inputs["bias"].zero_()
+            for row in inputs["logits"]:
+                order = row.argsort(descending=True)
+                row[order[top_k - 2 : top_k + 9]] = row[order[top_k]].clone()
+                row[order[0]] = float("nan")
+
+    setting = Setting("small", replace(ROUTED, experts=experts, top_k=top_k), 1, 2, 1, "tp", kernel_check.PLAIN)
+    region = region_of(router_topk_menu.KERNELS, setting)
+    check("router_topk", region, setting, {}, blocks=2, change=tie)
 
 
 @pytest.mark.parametrize(("experts", "top_k", "rows", "lean"), [
