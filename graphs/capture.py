@@ -59,16 +59,14 @@ class CapturedStep:
         return start.elapsed_time(end) * 1e3 / replays
 
     def host_us(self, replays: int = 50) -> tuple[float, float]:
-        """Median and least us that the host needs to start a replay while the GPU is idle. The host polls before it: a
-        core that slept is slower (docs/debugger.md). A median far above the least is a host that had other work."""
-        times, over = [], torch.cuda.Event()
+        """Median and least us that the host needs to start a replay; the GPU is idle before each, as in a decode loop.
+        A median far above the least is a host that had other work, or slept (docs/debugger.md)."""
+        times = []
         for _ in range(replays):
-            while not over.query():
-                pass
+            torch.cuda.synchronize()
             started = time.perf_counter()
             self.graph.replay()
             times.append((time.perf_counter() - started) * 1e6)
-            over.record()
         torch.cuda.synchronize()
         return statistics.median(times), min(times)
 

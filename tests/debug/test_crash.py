@@ -200,24 +200,25 @@ def test_32_health_words_name_rank_launch_and_epoch() -> None:
     assert health_finding(step.plan, torch.zeros(8, dtype=torch.int32)) is None
 
 
-@pytest.mark.parametrize(("found", "ends"), [([5], True), ([0, 4, 5], True), ([0, 4], False)], ids=str)
-def test_a_launch_is_over_when_the_device_computes_again(
-        found: list[int], ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the driver writes a dump, nothing is computed and nothing fails; then comes the error."""
-    values = iter(found)
+@pytest.mark.parametrize(("lasts", "fails", "waits"), [(0.0, False, 1), (0.05, False, 2), (0.05, True, 2)], ids=str)
+def test_a_launch_is_over_when_its_error_would_be_known(
+        lasts: float, fails: bool, waits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for a launch that faults lasts and returns well; the error of the next one is this launch's."""
+    done: list[float] = []
 
-    def full(*args: object, **how: object) -> torch.Tensor:
-        value = next(values, None)
-        if value is None:
+    def synchronize() -> None:
+        done.append(time.monotonic())
+        if len(done) == 2 and fails:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return torch.tensor([value])
+        time.sleep(lasts)
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch, "full", full)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     log = tmp_path / "launches.jsonl"
     file = os.open(log, os.O_WRONLY | os.O_CREAT)
-    with nullcontext() if ends else pytest.raises(RuntimeError, match="illegal memory access"):
+    with pytest.raises(RuntimeError, match="illegal memory access") if fails else nullcontext():
         launch_log._logged(file, "plan", 4, lambda: None)
-    assert read_log(log).open == (() if ends else (("plan", 4),))
+    assert len(done) == waits
+    assert done[-1] - done[0] >= (waits - 1) * 0.1  # the error is 40 ms late at most
+    assert read_log(log).open == ((("plan", 4),) if fails else ())
