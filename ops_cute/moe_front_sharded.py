@@ -26,7 +26,7 @@ before its divisions had no branches and four lanes shared a candidate. Compared
 one of them late.
 ``lean``: as many slots as a block has weights for, the top-k's memory over the ring once all warps have multiplied, and
 half the chains of sums: 124 KB and 88 registers in place of 153 and 96, so that a block fits beside one of an o_proj of
-96 KB and its weights arrive while KDA runs. Emulated and compiled; neither launched nor timed.
+96 KB and its weights arrive while KDA runs: the step is 0.5 % shorter at one row, 1 % at 8 verify rows (4.445 and 8.48 ms).
 """
 from __future__ import annotations
 
