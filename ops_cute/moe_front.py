@@ -77,6 +77,13 @@ def start_ring(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Co
 
 
 @cute.jit
+def _await_copied(fill: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """The weights of fill number ``fill``, if there is one. Fewer are on their way than there are slots."""
+    if fill >= 0:
+        await_phase(shared + where["full"] + fill % p.slots * 8, (fill // p.slots) & 1)
+
+
+@cute.jit
 def copy_units(router: Any, weight: Any, block: Any, lane: Any, shared: Any, where: cutlass.Constexpr,
                p: cutlass.Constexpr):
     """One warp: streams this block's units of weight rows through the ring, a chunk of columns a slot."""
@@ -95,6 +102,8 @@ def copy_units(router: Any, weight: Any, block: Any, lane: Any, shared: Any, whe
         for chunk in cutlass.range(p.chunks, unroll=1):
             slot = fill % p.slots
             await_phase(shared + where["empty"] + slot * 8, ((fill // p.slots) & 1) ^ 1)
+            if cutlass.const_expr(p.pace > 0):
+                _await_copied(fill - p.pace, shared, where, p)
             full = shared + where["full"] + slot * 8
             if lane == 0:
                 expect_bytes(full, Int32(TILE * 64 * p.chunk))
@@ -269,7 +278,7 @@ def bind(call: Call) -> Launch:
         top_k=attrs["top_k"], blocks=blocks, slots=config.slots, stride_x=row_stride(x), stride_f=row_stride(f),
         stride_a=0 if a is None else row_stride(a), beta=activation["beta"], linear_beta=activation["linear_beta"],
         renormalize=attrs["renormalize"], scaling=attrs["scaling"], dependent=call.dependent_launch,
-        lean=False)
+        lean=False, pace=0)
     assert static.columns % BLOCK == 0, f"x {x.shape}"
     assert call.scratch["logits"].shape[0] == PARITIES, f"logits {call.scratch['logits'].shape}"
     arguments = {name: tensors[name] for name in ("x", "router", "weight", "bias", "f", "ids", "weights")}

@@ -18,6 +18,7 @@ MOST_BLOCKS = 256  # epochs that are kept, one for each thread block
 PARITIES = 2
 KEY_BYTES = 16  # of shared memory that the top-k has for an expert, at most
 MOST_SLOTS = 12
+PACES = (2, 3)
 FEWEST_BLOCKS = 132  # multiprocessors of the smallest GPU that the kernel is for
 
 
@@ -71,7 +72,7 @@ def _plan(region: Region, slots: int) -> Static:
     return Static(
         tokens=tokens, columns=columns, router=router, plain=plain, pairs=pairs, top_k=1, blocks=FEWEST_BLOCKS,
         slots=slots, stride_x=0, stride_f=0, stride_a=0, beta=1.0, linear_beta=1.0, renormalize=True, scaling=1.0,
-        dependent=False, lean=False)
+        dependent=False, lean=False, pace=0)
 
 
 def _fits(region: Region, slots: int) -> bool:
@@ -90,7 +91,8 @@ def sharded_configs(region: Region) -> list[dict[str, Any]]:
     whole = plan.chunks * -(-plan.units // plan.blocks)
     over = whole * plan.slot_bytes >= KEY_BYTES * MOST_KEYS
     lean = [{"slots": whole, "lean": True}] if over and 2 <= whole <= MOST_SLOTS and _fits(region, whole) else []
-    return [*configs(region), *lean]
+    made: list[dict[str, Any]] = [*configs(region), *lean]
+    return [*made, *({**config, "pace": pace} for config in made for pace in PACES if pace < config["slots"])]
 
 
 def scratch(region: Region, config: Mapping[str, Any]) -> dict[str, Scratch]:

@@ -18,10 +18,11 @@ PARTIALS = WARPS * 32 * 8  # bytes of one sum over warps: 2 fp32 a lane
 @dataclass(frozen=True)
 class Config:
     """Slots of the ring of weights. Fewer leave room for a neighbour on the multiprocessor, and so does ``lean``: what
-    the top-k has in shared memory lies over the ring (sharded form)."""
+    the top-k has in shared memory lies over the ring (sharded form). ``pace``: slots on their way at once, 0 is all."""
 
     slots: int = 12
     lean: bool = False
+    pace: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Static:
     scaling: float
     dependent: bool
     lean: bool
+    pace: int
 
     @property
     def groups(self) -> int:

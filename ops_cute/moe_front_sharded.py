@@ -26,7 +26,10 @@ before its divisions had no branches and four lanes shared a candidate. Compared
 one of them late.
 ``lean``: as many slots as a block has weights for, the top-k's memory over the ring once all warps have multiplied, and
 half the chains of sums: 124 KB and 88 registers in place of 153 and 96, so that a block fits beside one of an o_proj of
-96 KB and its weights arrive while KDA runs: the step is 0.5 % shorter at one row, 1 % at 8 verify rows (4.445 and 8.48 ms).
+96 KB and its weights arrive while KDA runs: the step is 0.5 % shorter at one row, 1 % at 8 verify rows (4.445 and
+8.48 ms).
+``pace``: so many slots on their way at once, as what the all-reduce before still wants may stand in line behind all
+of a ring. Emulated and compiled; not timed.
 """
 from __future__ import annotations
 
@@ -249,9 +252,10 @@ def _static(call: Call, tensors: dict[str, torch.Tensor], ranks: int) -> Static:
     router, columns = tensors["router"].shape
     attrs, activation, config = call.attrs["ids"], call.attrs["a"], Config(**call.config)
     pairs = a.shape[1]
+    assert config.pace < config.slots, f"{config}"
     return Static(
         tokens=x.shape[0], columns=columns, router=router, plain=tensors["weight"].shape[0] - 2 * pairs, pairs=pairs,
-        top_k=attrs["top_k"], blocks=multiprocessors(x.device), slots=config.slots, lean=config.lean,
+        top_k=attrs["top_k"], blocks=multiprocessors(x.device), slots=config.slots, lean=config.lean, pace=config.pace,
         stride_x=row_stride(x), stride_f=0, stride_a=row_stride(a), beta=activation["beta"],
         linear_beta=activation["linear_beta"], renormalize=attrs["renormalize"], scaling=attrs["scaling"],
         dependent=call.dependent_launch, ranks=ranks, table=columns_of(tuple(tensors), ranks),

@@ -7,8 +7,8 @@ Layout: four experts a thread, 7 warps for 896; they choose together as ``moe_to
 Waits: the bias is loaded and shared memory is made ready before the wait for the producers. The trigger is the first
 instruction.
 Numerics: those of ``moe_topk.py``: ids and scores are the op's up to the last bit or two of a score.
-Bytes: 3.6 KB a row: all latency. Measured on one H200 in a chain of its like: 1.7 us at one row of 896, 2.3 at 8, 3.3 at
-64; Triton's 3.5, 3.6 and 5.2.
+Bytes: 3.6 KB a row: all latency. Measured on one H200 in a chain of its like: 1.7 us at one row of 896, 2.3 at 8, 3.3
+at 64; Triton's 3.5, 3.6 and 5.2.
 """
 from __future__ import annotations
 

@@ -22,9 +22,11 @@ Arithmetic for 3216 x 7168 a block: 350 KB through shared memory at 128 bytes a 
 beside 18,000 clocks of memory. Pieces of 448 bytes are 780 bulk copies, one in 23 clocks; 16 bytes a lane are 780
 instructions of 28 lanes; neither is slower than the other.
 
-Waits: as many units as the ring holds are on their way before the wait for the producers; only weights are read
-before it, and nothing is written. x is touched after it, two pieces ahead of the products. The trigger is the first
-instruction. A place in the ring is filled again by the warp that has just read it.
+Waits: as many units as the ring holds are on their way before the wait for the producers, with ``pace`` a few at a
+time: what the launches ahead still want may stand in line behind all of a ring, 20 MB, where 5 keep memory busy. Only
+weights are read before the wait, and nothing is written. x is touched after it, two pieces ahead of the products. The
+trigger is the first instruction. A place in the ring is filled again by the warp that has just read it. ``pace`` is
+emulated and compiled; not timed.
 Numerics: exact products, fp32 sums in a fixed order, one rounding at the store.
 Measured on an H200 (29 November 2026; us, cold weights, one row, each by its best configuration; ``cute.skinny_linear``
 in brackets). In the captured step of a TP16 rank: 3216 x 7168 9.0 (17.2), 2880 x 7168 8.1 (15.1), 7168 x 768 2.0. In a
@@ -90,6 +92,7 @@ class Static(Projection):
     unit_columns: int
     ring_bytes: int  # wanted, of a block
     bulk: bool
+    pace: int = 0  # units of a warp on their way at once before the wait; 0: all that have a place
 
     @property
     def grain(self) -> int:
@@ -252,6 +255,8 @@ def _staged_linear(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexp
     cute.arch.sync_warp()
     policy = stream_policy()
     for unit in cutlass.range_constexpr(p.slots):
+        if cutlass.const_expr(0 < p.pace <= unit):
+            await_phase(shared + (warp * p.units + unit - p.pace) * 8, Int32(0))
         _copy(at, begin, end, warp, lane, shared, policy, unit, p)
     await_producers(p.dependent)
 
@@ -295,7 +300,8 @@ def bind(call: Call) -> KernelLaunch:
     config, columns, count = call.config, projection.columns, count_rows(projection.groups)
     blocks = min(multiprocessors(tensors["x"].device), count // (2 if projection.groups[2] else 1))
     static = Static(**vars(projection), blocks=blocks, warps=config["warps"],
-                    unit_columns=config["columns"], ring_bytes=1024 * config["ring_kb"], bulk=config["bulk"])
+                    unit_columns=config["columns"], ring_bytes=1024 * config["ring_kb"], bulk=config["bulk"],
+                    pace=config.get("pace", 0))
     assert static.unit_columns % STEP == 0, f"{config}"
     assert columns % (static.unit_columns * static.warps) == 0, f"{columns} columns by {config}"
     assert static.tiles <= MOST_TILES, f"{count} rows on {static.blocks} blocks"

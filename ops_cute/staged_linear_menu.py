@@ -23,6 +23,7 @@ FEWEST_BLOCKS = 132  # multiprocessors of the smallest GPU that the kernel is fo
 # columns whose x a lane holds twice, at 2 words of registers for 32 columns each: few warps have room for more
 MOST_COLUMNS, FEW_WARPS, MOST_OF_FEW = 256, 4, 448
 SMALL = 112 * 1024  # bytes of weights of a block that fit in 144 KB, whatever padding they have
+BUSY = 40 * 1024  # bytes on their way to a block: 5 MB for 132, what 4.4 TB/s and 1 us hold
 SHORT = 160  # columns of a unit below which copies are too small
 
 
@@ -41,7 +42,8 @@ def configs(region: Region) -> list[dict[str, Any]]:
 
 def candidates(rows: int, columns: int) -> list[dict[str, Any]]:
     """``configs`` of ``rows`` x ``columns``. ``warps`` share the columns, ``columns`` at a time; weights in flight have
-    ``ring_kb`` of a block's memory; ``bulk``: the copy engine fetches rows, else lanes do, 16 bytes each.
+    ``ring_kb`` of a block's memory; ``bulk``: the copy engine fetches rows, else lanes do, 16 bytes each; ``pace``:
+    so many units of a warp at once before the wait, which is no matter for ``tune`` but for ``--in-step``.
 
     4 warps of 256 columns at most and 216 KB leave room for the launches before the projections of a layer: 8 warps
     of 192 registers and 6 KB (``cute.moe_tail``), 9 KB (``cute.attn_res``)."""
@@ -63,8 +65,16 @@ def candidates(rows: int, columns: int) -> list[dict[str, Any]]:
                  (fewer, wide, 224, True), (first, MOST_COLUMNS, 200, False), (first, MOST_COLUMNS, 144, True)]
         # beside blocks that keep their memory to their end, such as those of the experts
         found += [(warps, MOST_COLUMNS, kb, False) for kb in (144, 96) for warps in (first, more, fewer)]
-    return [{"warps": warps, "columns": columns_each(columns, warps, most), "ring_kb": kb, "bulk": bulk}
+    made = [{"warps": warps, "columns": columns_each(columns, warps, most), "ring_kb": kb, "bulk": bulk}
             for warps, most, kb, bulk in dict.fromkeys(found)]
+    return [*made, *({**config, "pace": pace_of(rows, **config)} for config in made)]
+
+
+def pace_of(rows: int, warps: int, columns: int, **others: Any) -> int:
+    """Units of a warp that keep memory busy: as many as are ``BUSY`` bytes of a block."""
+    each = -(-rows // FEWEST_BLOCKS)
+    height = -(-each // -(-each // TILE))
+    return max(1, round(BUSY / (2 * warps * height * columns)))
 
 
 def _needs(region: Region) -> str | None:

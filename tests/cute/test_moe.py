@@ -155,7 +155,7 @@ def test_front_covers_its_rows_and_reads_without_conflicts() -> None:
     for columns, router, plain, pairs in ((7168, 896, 3584, 384), (7168, 56, 224, 384), (7168, 112, 448, 768)):
         p = FrontStatic(tokens=8, columns=columns, router=router, plain=plain, pairs=pairs, top_k=16, blocks=132,
                         slots=12, stride_x=columns, stride_f=plain, stride_a=pairs, beta=4.0, linear_beta=25.0,
-                        renormalize=True, scaling=1.0, dependent=False, lean=False)
+                        renormalize=True, scaling=1.0, dependent=False, lean=False, pace=0)
         assert p.units * 8 == router + plain + 2 * pairs
         assert p.chunk * p.chunks * 32 == columns
         assert p.place()["end"] <= LIMIT

@@ -251,7 +251,9 @@ def test_sharded_front_in_loopback_on_a_gpu(rows: int, config: Mapping[str, Any]
     check_loopback(real_setting(rows), bind, run, config, device)
 
 
-@pytest.mark.parametrize(("rows", "config"), [(3, {"slots": 3}), (2, {"slots": 2, "lean": True})], ids=str)
+@pytest.mark.parametrize(("rows", "config"), [(3, {"slots": 3}), (2, {"slots": 2, "lean": True}),
+                                              (2, {"slots": 3, "lean": True, "pace": 2}), (1, {"slots": 2, "pace": 1})],
+                         ids=str)
 def test_sharded_front_in_loopback(rows: int, config: Mapping[str, Any]) -> None:
     """A block's last unit lies in the first of two slots, where the lean form's keys go: it fails where a warp does not
     wait for the others before it clears them."""

@@ -88,6 +88,32 @@ def test_products(rows: int, width: int, columns: int, warps: int, ring_kb: int,
                                rtol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("pace", [0, 1, 2])
+def test_a_paced_ring_has_so_many_units_on_their_way(pace: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warp of one block, four units that all have a place: a barrier a unit."""
+    module, seen = emulated(3), list[tuple[str, int]]()
+    copy, wait = module._copy, module.await_phase
+
+    def copy_unit(*arguments: Any) -> None:
+        seen.append(("copy", arguments[-2]))
+        copy(*arguments)
+
+    def await_unit(at: Any, parity: Any) -> None:
+        seen.append(("await", int(at.a.flat[0]) // 8))
+        wait(at, parity)
+
+    monkeypatch.setattr(module, "_copy", copy_unit)
+    monkeypatch.setattr(module, "await_phase", await_unit)
+    monkeypatch.setattr(module, "await_producers", lambda dependent: seen.append(("wait", 0)))
+    call = call_of(1, 74, 896, {"warps": 1, "columns": 448, "ring_kb": 60, "bulk": True, "pace": pace})
+    warp_emulator.run(replace(module.bind(call), grid=(1, 1, 1)), list(call.tensors.values()))
+    first: list[tuple[str, int]] = [] if pace == 0 else [("await", unit) for unit in range(4 - pace)]
+    before = seen[: seen.index(("wait", 0))]
+    assert [unit for what, unit in before if what == "copy"] == [0, 1, 2, 3]
+    assert [event for event in before if event[0] == "await"] == first
+    assert all(before.index(("await", unit)) < before.index(("copy", unit + pace)) for _, unit in first)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_small_models(case: kernel_check.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     module = emulated(blocks=max(3, -(-count_rows(row_groups(case.region)) // (MOST_TILES * TILE - 2))))
