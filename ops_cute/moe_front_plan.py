@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .router_topk_plan import memory_of
 from .shared_memory import lay_out
 
 TOKENS = 8  # rows of x: half of a matrix instruction's 16
@@ -112,10 +113,7 @@ class Static:
             "ring": self.slots * self.slot_bytes, "partials": 2 * PARTIALS, "full": 8 * self.slots,
             "empty": 8 * self.slots, "partials_full": 16, "partials_empty": 16,
         }
-        chosen = {
-            "keys": 8 * 32 * self.keys, "scores": 4 * 32 * self.keys, "best": 4 * 32, "best_scores": 4 * 32,
-            "tops": 8 * 32 * self.routers, "found": 4,
-        }
+        chosen = memory_of(self.keys, self.routers)
         if not self.lean:
             return lay_out(streamed | chosen)
         over = lay_out(chosen)

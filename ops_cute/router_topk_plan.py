@@ -1,4 +1,4 @@
-"""Sizes of ``cute.router_topk``. Pure functions, no cutlass."""
+"""Sizes of ``cute.router_topk``, and what any top-k has in shared memory. Pure functions, no cutlass."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -7,6 +7,13 @@ from .shared_memory import lay_out
 
 WARP = 32
 EACH = 4  # experts of a thread
+
+
+def memory_of(keys: int, routers: int) -> dict[str, int]:
+    """Bytes of each thing of ``moe_topk.py``: ``keys`` experts a lane of one warp, ``routers`` warps that choose."""
+    lanes = WARP * keys
+    return {"keys": 8 * lanes, "scores": 4 * lanes, "best": 4 * WARP, "best_scores": 4 * WARP,
+            "tops": 8 * WARP * routers, "found": 4}
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,4 @@ class Static:
 
     def place(self) -> dict[str, int]:
         """Where things lie in shared memory, and its bytes under "end"."""
-        lanes = WARP * self.keys
-        return lay_out({"keys": 8 * lanes, "scores": 4 * lanes, "best": 4 * WARP, "best_scores": 4 * WARP,
-                        "tops": 8 * WARP * self.routers, "found": 4})
+        return lay_out(memory_of(self.keys, self.routers))
