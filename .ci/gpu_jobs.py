@@ -66,6 +66,6 @@ JOBS = (
                             "and tp1'", 100, asked=True),
     Job("triton", "pytest -q -m gpu tests/math/test_kernels.py tests/math/test_query_exchange.py -n 6", 400, share=0.5),
     Job("crash", "pytest -v -m gpu tests/debug/test_failures_gpu.py -k 'waits_for_ever or fault_in_an_eager'", 200),
-    Job("debugger", "pytest -q -m gpu tests/debug tests/graphs -n 2", 300, share=0.5),
+    Job("debugger", "pytest -q -m gpu tests/debug tests/graphs -n 2 --dist loadfile", 300, share=0.5),
     Job("module", "pytest -q -m gpu tests/module -k 'not two_ranks'", 150, share=0.5),
 )
