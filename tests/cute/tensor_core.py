@@ -283,12 +283,15 @@ def multiply_bf16(sums: Any, weights: Any, rows: Any, instruction: Any, add: Any
 
 
 def commit(barrier: Any) -> None:
-    core, one = _core(), warp_emulator._warp().block.barriers[_one(barrier)]
+    core, place, races = _core(), _one(barrier), warp_emulator._warp().block.races
+    one = warp_emulator._warp().block.barriers[place]
+    done = races.leave(warp_instructions._threads(warp_emulator._warp().active))
 
     def end() -> None:
+        races.vouch(place, done)
         one.left -= 1
         assert one.left >= 0, "more arrivals than a barrier waits for"
-        one.settle()
+        warp_instructions._settle(one, place, races)
     core.queue.append(end)
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import collective_check
 import kernel_check
+import numpy as np
 import pytest
 import real_shapes
 import torch
 import warp_emulator
+import warp_instructions
 from kernel_check import Case, Setting
 
 from k3plan.compiler.call import emulated_links, loopback_link
@@ -223,6 +225,29 @@ def test_the_emulator_sees_a_slot_that_nobody_frees(monkeypatch: pytest.MonkeyPa
     region = region_of(moe_front_menu.KERNELS[:1], setting)
     with pytest.raises(warp_emulator.Hung, match="wait for each other"):
         check("moe_front", region, setting, {"slots": 2}, blocks=2)
+
+
+@pytest.mark.parametrize("missing", ["warp barriers", "waits for sums"])
+def test_the_emulator_sees_a_race(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lane 0 arrives for a warp that has not met; sums are read behind a wait that orders nothing. Both give the right
+    numbers here."""
+    dot = modules()["experts.dot"]
+    wait = dot.await_phase
+
+    def wait_for_nothing(at: Any, parity: Any) -> None:
+        races, own = warp_emulator._warp().block.races, warp_instructions._threads(np.ones(32, bool))
+        before = races.clock[own].copy()
+        wait(at, parity)
+        races.clock[own] = before
+
+    if missing == "warp barriers":
+        monkeypatch.setattr(warp_instructions.Arch, "sync_warp", staticmethod(lambda: None))
+    else:
+        monkeypatch.setattr(dot, "await_phase", wait_for_nothing)
+    setting = Setting("small", SMALL, 1, 1, 1)
+    region = region_of(moe_experts_menu.KERNELS[:1], setting)
+    with pytest.raises(AssertionError, match="race: thread"):
+        check("experts.moe_experts", region, setting, {"slots": 2}, blocks=3)
 
 
 @pytest.mark.gpu

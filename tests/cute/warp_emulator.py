@@ -3,8 +3,9 @@
 The kernel's own source is executed with this file in place of the DSL. A value is an array of 32 lanes, an instruction
 is one numpy operation, a branch on which the lanes agree is a branch and another becomes a mask. A warp runs until it
 waits for a barrier or for a word that has not come, then another does; when all wait, the launch has hung and the test
-fails. Accesses are checked: aligned, inside a tensor or the block's shared memory. What this cannot see: races that no
-order of whole warps shows, and what the assembler makes of the instructions.
+fails. Accesses are checked: aligned, inside a tensor or the block's shared memory. Accesses of shared memory
+that nothing orders are errors too (``races.py``). What this cannot see: races in global memory that no order of whole
+warps shows, and what the assembler makes of the instructions.
 """
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from lane_numbers import Number, number_types
+from races import Races
 
 LANES = np.arange(32)
 GAP = 4096  # bytes between tensors that nobody may touch
@@ -52,6 +54,7 @@ class Block:
 
     index: tuple[int, int, int]
     shared: np.ndarray
+    races: Races
     barriers: dict[int, Barrier] = field(default_factory=dict)
     named: dict[int, list[int]] = field(default_factory=dict)  # threads that came, rounds that ended
 
@@ -412,7 +415,8 @@ def run(launch: Any, tensors: Sequence[torch.Tensor], seed: int = 0) -> None:
                 arguments.append((None, machine.place(value)))
         bodies = []
         for index in np.ndindex(launch.grid[::-1]):
-            block = Block(tuple(map(int, index[::-1])), np.full(launch.shared, 0xA5, np.uint8))  # type: ignore[arg-type]
+            block = Block(tuple(map(int, index[::-1])), np.full(launch.shared, 0xA5, np.uint8),  # type: ignore[arg-type]
+                          Races(launch.threads, launch.shared))
             for number in range(launch.threads // 32):
                 def body() -> None:
                     values = [kind(Int64(at)) if kind else Int64(at) for kind, at in arguments]

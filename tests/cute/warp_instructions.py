@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import warp_emulator as machine
+from races import Races
 from warp_emulator import LANES, Barrier, Boolean, Float32, Int32, Int64, wait_until
 
 
@@ -143,10 +144,16 @@ def _shared(at: Any, size: int, wanted: np.ndarray) -> np.ndarray:
     return start[:, None] + np.arange(size)
 
 
+def _threads(wanted: np.ndarray) -> np.ndarray:
+    return 32 * machine._warp().number + np.flatnonzero(wanted)
+
+
 def _load(at: Any, size: int, kind: Any) -> np.ndarray:
     wanted, count = _wanted(None), size // np.dtype(kind).itemsize
     found = np.zeros((32, count), kind)
-    content = machine._warp().block.shared[_shared(at, size, wanted)]
+    places = _shared(at, size, wanted)
+    machine._warp().block.races.load(places, _threads(wanted))
+    content = machine._warp().block.shared[places]
     found[wanted] = np.ascontiguousarray(content).view(kind).reshape(-1, count)
     return found
 
@@ -155,7 +162,14 @@ def _store(at: Any, content: np.ndarray, guard: Any) -> None:
     wanted = _wanted(guard)
     content = np.ascontiguousarray(content[wanted])
     size = content.shape[1] * content.itemsize
-    machine._warp().block.shared[_shared(at, size, wanted)] = content.view(np.uint8).reshape(-1, size)
+    places = _shared(at, size, wanted)
+    block, stored = machine._warp().block, content.view(np.uint8).reshape(-1, size)
+    if size == 1:
+        block.races.part(places, _threads(wanted))
+    else:
+        same = (block.shared[places] == stored).reshape(-1, size // 4, 4).all(2)
+        block.races.store(places, _threads(wanted), same)
+    block.shared[places] = stored
 
 
 def load_shared(at: Any, count: int = 1) -> Any:
@@ -187,13 +201,25 @@ def store_byte(at: Any, value: Any, guard: Any) -> None:
     _store(at, value.a.astype(np.uint8)[:, None], guard)
 
 
+def _note_atomic(at: Any, guard: Any) -> None:
+    machine._warp().block.races.part(at.a.astype(np.int64)[_wanted(guard)][:, None], _threads(_wanted(guard)))
+
+
+def _note_rows(start: np.ndarray) -> None:
+    """Every lane of a warp reads what the lanes point to."""
+    places = (start[:, None] + np.arange(16)).reshape(1, -1)
+    machine._warp().block.races.load(np.repeat(places, 32, 0), _threads(np.ones(32, bool)))
+
+
 def set_bits(at: Any, bits: Any, guard: Any) -> None:
+    _note_atomic(at, guard)
     words, added = machine._warp().block.shared.view(np.uint32), np.ascontiguousarray(bits.a).view(np.uint32)
     for lane in np.flatnonzero(_wanted(guard)):
         words[at.a[lane] // 4] |= added[lane]
 
 
 def add_shared(at: Any, value: Any, guard: Any) -> Any:
+    _note_atomic(at, guard)
     words, before = machine._warp().block.shared.view(np.int32), np.zeros(32, np.int32)
     for lane in np.flatnonzero(_wanted(guard)):
         before[lane] = words[at.a[lane] // 4]
@@ -205,6 +231,7 @@ def load_matrices(at: Any, count: int = 4) -> list[Any]:
     memory, start = machine._warp().block.shared, at.a[: 8 * count]
     assert not (start % 16).any(), f"rows of a matrix at {start}"
     assert (start + 16 <= memory.size).all(), f"rows of a matrix at {start}"
+    _note_rows(start)
     rows = memory[start[:, None] + np.arange(16)].view(np.int32)
     return [Int32(rows[8 * m : 8 * m + 8].reshape(-1)) for m in range(count)]
 
@@ -213,6 +240,7 @@ def load_matrices_transposed(at: Any) -> list[Any]:
     memory, start = machine._warp().block.shared, at.a
     assert not (start % 16).any(), f"rows of a matrix at {start}"
     assert (start + 16 <= memory.size).all(), f"rows of a matrix at {start}"
+    _note_rows(start)
     halves = memory[start[:, None] + np.arange(16)].view(np.int16).reshape(4, 8, 8)
     columns = np.ascontiguousarray(halves.transpose(0, 2, 1)).view(np.int32)
     return [Int32(columns[m].reshape(-1)) for m in range(4)]
@@ -235,11 +263,20 @@ def publish_barriers() -> None:
 
 
 def arrive(at: Any, count: int = 1, guard: Any = 1) -> None:
-    for _ in range(int(_wanted(guard).sum())):
+    wanted, races = _wanted(guard), machine._warp().block.races
+    for lane in np.flatnonzero(wanted):
         barrier = _barrier(at)
+        races.release(int(at.a[lane]), np.array([32 * machine._warp().number + lane]))
         barrier.left -= count
         assert barrier.left >= 0, "more arrivals than a barrier waits for"
-        barrier.settle()
+        _settle(barrier, int(at.a[lane]), races)
+
+
+def _settle(barrier: Barrier, place: int, races: Races) -> None:
+    before = barrier.phase
+    barrier.settle()
+    if barrier.phase != before:
+        races.end_phase(place, before)
 
 
 def expect_bytes(at: Any, count: Any) -> None:
@@ -253,29 +290,35 @@ def await_phase(at: Any, parity: Any) -> None:
     barrier, wanted = _barrier(at), int(parity.a[np.argmax(_wanted(None))])
     # the phase of that parity has ended: the current one has the other
     wait_until(lambda: barrier.phase & 1 != wanted)
+    machine._warp().block.races.acquire(int(at.a[np.argmax(_wanted(None))]), _threads(_wanted(None)))
 
 
 def stream_policy() -> Any:
     return Int64(0)
 
 
-def _copy(to: Any, source: Any, sizes: np.ndarray, wanted: np.ndarray) -> None:
-    here, shared = machine._machine[-1], machine._warp().block.shared
+def _copy(to: Any, source: Any, sizes: np.ndarray, wanted: np.ndarray, barriers: Any = None) -> None:
+    """``barriers``: where the copy engine tells of it; lanes' own copies ``arrive_copied`` tells of."""
+    here, warp = machine._machine[-1], machine._warp()
+    shared = warp.block.shared
     for lane in np.flatnonzero(wanted):
         start, at, size = int(source.a[lane]), int(to.a[lane]), int(sizes[lane])
         assert start % 16 == at % 16 == size % 16 == 0, f"a copy of {size} bytes from {start} to {at}"
         assert here.inside[start : start + size].all(), f"a copy of {size} bytes from {start}, outside every tensor"
         assert at + size <= shared.size, "a copy to outside shared memory"
+        place = None if barriers is None else int(barriers.a[lane])
+        phase = 0 if place is None else warp.block.barriers[place].phase
+        warp.block.races.copy(at, size, 32 * warp.number + int(lane), place, phase)
         shared[at : at + size] = here.memory[start : start + size]
 
 
 def copy_bulk(to: Any, source: Any, size: Any, barrier: Any, policy: Any, guard: Any) -> None:
     wanted = _wanted(guard)
-    _copy(to, source, size.a, wanted)
+    _copy(to, source, size.a, wanted, barrier)
     for lane in np.flatnonzero(wanted):
         one = machine._warp().block.barriers[int(barrier.a[lane])]
         one.bytes -= int(size.a[lane])
-        one.settle()
+        _settle(one, int(barrier.a[lane]), machine._warp().block.races)
 
 
 def fence_shared() -> None:
@@ -287,6 +330,7 @@ def copy_async(to: Any, source: Any, policy: Any, guard: Any) -> None:
 
 
 def arrive_copied(at: Any) -> None:
+    machine._warp().block.races.tell(machine._warp().number, int(at.a[np.argmax(_wanted(None))]), _barrier(at).phase)
     arrive(at)
 
 
@@ -437,7 +481,7 @@ class Arch:
 
     @staticmethod
     def sync_warp() -> None:
-        pass
+        machine._warp().block.races.meet(_threads(_wanted(None)))
 
     @staticmethod
     def setmaxregister_increase(count: int) -> None:
@@ -451,11 +495,13 @@ class Arch:
 
     @staticmethod
     def barrier_arrive(*, barrier_id: int, number_of_threads: int, aligned: bool = True) -> None:
-        came = machine._warp().block.named.setdefault(barrier_id, [0, 0])
+        came, races = machine._warp().block.named.setdefault(barrier_id, [0, 0]), machine._warp().block.races
         came[0] += 32
+        races.release(("named", barrier_id), _threads(np.ones(32, bool)))
         assert came[0] <= number_of_threads, f"more than {number_of_threads} threads at barrier {barrier_id}"
         if came[0] == number_of_threads:
             came[:] = [0, came[1] + 1]
+            races.end_phase(("named", barrier_id))
 
     @classmethod
     def barrier(cls, *, barrier_id: int, number_of_threads: int) -> None:
@@ -463,6 +509,7 @@ class Arch:
         ended = came[1]
         cls.barrier_arrive(barrier_id=barrier_id, number_of_threads=number_of_threads)
         wait_until(lambda: came[1] > ended)
+        machine._warp().block.races.acquire(("named", barrier_id), _threads(np.ones(32, bool)))
 
     @staticmethod
     def popc(word: Any) -> Any:
