@@ -62,7 +62,7 @@ from .moe_parts import (
 from .primitives import load_bytes, load_shared, mma, select, store_shared, total
 from .skinny_linear import COLUMNS, Projection, finish, read_call, weight_row
 from .skinny_linear_menu import STEP, TILE, count_rows
-from .staged_linear_menu import MOST_TILES
+from .staged_linear_menu import MOST_TILES, height_of
 
 FRAGMENT = 16  # bytes of one lane
 BANKS = 128  # bytes
@@ -121,7 +121,7 @@ class Static(Projection):
     @property
     def height(self) -> int:
         """Most rows of a unit."""
-        return -(-self.each // self.tiles)
+        return height_of(self.each)
 
     @property
     def pieces(self) -> int:

@@ -72,9 +72,12 @@ def candidates(rows: int, columns: int) -> list[dict[str, Any]]:
 
 def pace_of(rows: int, warps: int, columns: int, **others: Any) -> int:
     """Units of a warp that keep memory busy: as many as are ``BUSY`` bytes of a block."""
-    each = -(-rows // FEWEST_BLOCKS)
-    height = -(-each // -(-each // TILE))
-    return max(1, round(BUSY / (2 * warps * height * columns)))
+    return max(1, round(BUSY / (2 * warps * height_of(-(-rows // FEWEST_BLOCKS)) * columns)))
+
+
+def height_of(each: int) -> int:
+    """Most rows of a unit, where a block has ``each``: as many units as tiles, of equal heights."""
+    return -(-each // -(-each // TILE))
 
 
 def _needs(region: Region) -> str | None:

@@ -47,13 +47,12 @@ class Races:
         """``same`` [lanes, words]: what lies there already, which several may store."""
         words = places[:, ::WORD] // WORD
         self._may_store(words, threads, same)
-        self._after(self.parts, self.touched[1], words, threads, "stores")
         self._own(words, threads[:, None], self.clock[threads, threads][:, None])
 
     def part(self, places: np.ndarray, threads: np.ndarray) -> None:
         """An atomic, or a single byte."""
         words = places[:, :1] // WORD
-        self._may_store(words, threads)
+        self._may_store(words, threads, whole=False)
         self.parts[words, threads[:, None]] = self.clock[threads, threads][:, None]
         self.touched[1][words] = True
 
@@ -62,7 +61,6 @@ class Races:
         words = np.arange(start // WORD, (start + size) // WORD)[None]
         threads = np.array([thread])
         self._may_store(words, threads)
-        self._after(self.parts, self.touched[1], words, threads, "copies to")
         if barrier is None:
             self._own(words, self.clock.shape[1] - 1, NEVER)
             self.untold.setdefault(thread // 32, []).append(words)
@@ -80,9 +78,11 @@ class Races:
             if touched[words].any():
                 seen[words], touched[words] = 0, False
 
-    def _may_store(self, words: np.ndarray, threads: np.ndarray, same: Any = False) -> None:
+    def _may_store(self, words: np.ndarray, threads: np.ndarray, same: Any = False, *, whole: bool = True) -> None:
         self._after_writes(words, threads, "stores", same)
         self._after(self.reads, self.touched[0], words, threads, "stores")
+        if whole:
+            self._after(self.parts, self.touched[1], words, threads, "stores")
 
     def _after_writes(self, words: np.ndarray, threads: np.ndarray, what: str, same: Any = False) -> None:
         writer = self.writer[words]

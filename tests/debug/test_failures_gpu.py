@@ -35,7 +35,8 @@ class Outcomes:
             line = self.process.stdout.readline()
             assert line, f"ended before {name}\n{self._log.read_text()[-2000:]}"
             if line.startswith("{"):
-                self._known |= {found["name"]: found for found in [json.loads(line)]}
+                found = json.loads(line)
+                self._known[found["name"]] = found
         return self._known[name]
 
 
