@@ -28,8 +28,9 @@ one of them late.
 half the chains of sums: 124 KB and 88 registers in place of 153 and 96, so that a block fits beside one of an o_proj of
 96 KB and its weights arrive while KDA runs: the step is 0.5 % shorter at one row, 1 % at 8 verify rows (4.445 and
 8.48 ms).
-``pace``: so many slots on their way at once, as what the all-reduce before still wants may stand in line behind all
-of a ring. Emulated and compiled; not timed.
+``pace``: so many slots on their way at once, as what the all-reduce before still wants stands in line behind all of a
+ring: with 2 of 7 the all-reduce takes 3.6 us in a step in place of 4.2; with 1 the front itself takes 7.0 in place of
+5.0.
 """
 from __future__ import annotations
 

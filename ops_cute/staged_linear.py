@@ -22,23 +22,31 @@ Arithmetic for 3216 x 7168 a block: 350 KB through shared memory at 128 bytes a 
 beside 18,000 clocks of memory. Pieces of 448 bytes are 780 bulk copies, one in 23 clocks; 16 bytes a lane are 780
 instructions of 28 lanes; neither is slower than the other.
 
-Waits: as many units as the ring holds are on their way before the wait for the producers, with ``pace`` a few at a
-time: what the launches ahead still want may stand in line behind all of a ring, 20 MB, where 5 keep memory busy. Only
-weights are read before the wait, and nothing is written. x is touched after it, two pieces ahead of the products. The
-trigger is the first instruction. A place in the ring is filled again by the warp that has just read it. ``pace`` is
-emulated and compiled; not timed.
+Waits: as many units as the ring holds are on their way before the wait for the producers, with ``pace`` a few of the
+block's at a time, warp after warp: what the launches ahead still want stands in line behind all that is on its way, 20
+MB of a whole ring, where 6 keep memory busy. Only weights are read before the wait, and nothing is written. x is
+touched after it, two pieces ahead of the products. The trigger is the first instruction. A place in the ring is filled
+again by the warp that has just read it.
+``held``: a warp's first units are in registers, which the loop has only later, so that one unit costs 4 of them; their
+loads stand between the copies of the ring in equal shares, which paces them too. ``late``, ``late_share``: the last
+blocks have fewer rows. Blocks begin in the order of their numbers; where the launch before frees some multiprocessors
+late (``few`` of ``cute.moe_experts_tail``), those blocks have nothing ahead and would end last. It is emulated and
+compiled, not timed.
 Numerics: exact products, fp32 sums in a fixed order, one rounding at the store.
-Measured on an H200 (29 November 2026; us, cold weights, one row, each by its best configuration; ``cute.skinny_linear``
-in brackets). In the captured step of a TP16 rank: 3216 x 7168 9.0 (17.2), 2880 x 7168 8.1 (15.1), 7168 x 768 2.0. In a
+In the step of a TP16 rank of Kimi K3 on an H200, one row (30 November 2026): 3216 x 7168 6.6 us, 7168 x 768 3.3
+behind KDA and 2.0 behind MLA; what ``pace`` and ``held`` give stands in ``docs/performance.md``.
+Without them there (29 November 2026; us, cold weights, one row, each by its best configuration; ``cute.skinny_linear``
+in brackets), in the captured step of a TP16 rank: 3216 x 7168 9.0 (17.2), 2880 x 7168 8.1 (15.1), 7168 x 768 2.0. In a
 chain of its like, and what it adds to a chain of launches that wait 2 and 5 us with 8 blocks: 3216 x 7168 11.4, 10.4,
 8.4 (11.7, 11.5, 11.5); 2880 x 7168 10.0, 9.3, 7.4 (11.0, 10.2, 10.2); 10240 x 7168 34.7, 33.4, 33.0 (36.5, 36.7, 36.7);
 7168 x 768 2.9, 2.5, 2.2 (3.3, 2.3, 2.1): there registers hold it all as well. 3216 x 7168 at 8 rows 11.7, 11.2, 9.5
 (12.3, 11.7, 11.7). A ring of 144 KB is worth half, one of 96 KB less than registers. In these chains slots had equal
-sizes: 186 KB where 224 are allowed now. As it is now, 117 comparisons there were right and none was wrong: Kimi K3's
-shapes at 1, 2, 5 and 8 rows, and every configuration of eight of them at one number of rows.
+sizes: 186 KB where 224 are allowed now. Then 117 comparisons there were right and none was wrong: Kimi K3's shapes at
+1, 2, 5 and 8 rows, and every configuration of eight of them; with a pace and ``held`` 170.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +67,7 @@ from .moe_parts import (
     publish_barriers,
     stream_policy,
 )
-from .primitives import load_bytes, load_shared, mma, select, store_shared, total
+from .primitives import load_bytes, load_shared, load_words, mma, select, store_shared, total
 from .skinny_linear import COLUMNS, Projection, finish, read_call, weight_row
 from .skinny_linear_menu import STEP, TILE, count_rows
 from .staged_linear_menu import MOST_TILES, height_of
@@ -83,6 +91,11 @@ def place_units(heights: tuple[int, ...], rows: int) -> tuple[tuple[int, int], .
     return tuple(placed)
 
 
+def rows_of_blocks(begin: Callable[[int], int], blocks: int) -> list[int]:
+    """The number of rows of each block."""
+    return [begin(block + 1) - begin(block) for block in range(blocks)]
+
+
 @dataclass(frozen=True)
 class Static(Projection):
     """A projection and how it is spread; sizes in elements, unless they say bytes."""
@@ -92,7 +105,10 @@ class Static(Projection):
     unit_columns: int
     ring_bytes: int  # wanted, of a block
     bulk: bool
-    pace: int = 0  # units of a warp on their way at once before the wait; 0: all that have a place
+    pace: int = 0  # units of a block on their way at once before the wait; 0: all that have a place
+    held: int = 0  # units of a warp that registers have, the first of them
+    late: int = 0  # blocks that find room later than the others, the last ones
+    late_share: int = 100  # percent that they have of the others' rows
 
     @property
     def grain(self) -> int:
@@ -104,15 +120,23 @@ class Static(Projection):
         """Rows of all weights, in grains."""
         return count_rows(self.groups) // self.grain
 
+    def begin(self, block: Any, most: Any = max) -> Any:
+        """First row of a block; ``most`` is the greater of two numbers, in a kernel the device's."""
+        if not self.late:
+            return self.grain * (block * self.line // self.blocks)
+        less = 100 - self.late_share
+        share = 100 * block - less * most(block - (self.blocks - self.late), 0)
+        return self.grain * (share * self.line // (100 * self.blocks - less * self.late))
+
     @property
     def each(self) -> int:
         """Most rows of a block."""
-        return self.grain * -(-self.line // self.blocks)
+        return max(rows_of_blocks(self.begin, self.blocks))
 
     @property
     def sure(self) -> int:
         """Fewest rows of a block."""
-        return self.grain * (self.line // self.blocks)
+        return min(rows_of_blocks(self.begin, self.blocks))
 
     @property
     def tiles(self) -> int:
@@ -148,18 +172,26 @@ class Static(Projection):
         return tuple(min(self.height, self.each - tile * self.height) for tile in range(self.tiles)) * self.pieces
 
     @property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        return place_units(self.heights, max(self.height, self.ring_bytes // (self.warps * self.pitch)))
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Of each unit that goes through the ring what ``place_units`` says."""
+        found = place_units(self.heights[self.held :], max(self.height, self.ring_bytes // (self.warps * self.pitch)))
+        return {self.held + unit: (first, after if after == AT_ONCE else self.held + after)
+                for unit, (first, after) in enumerate(found)}
 
     @property
-    def slots(self) -> int:
-        """Units that are on their way before the wait."""
-        return [after for _, after in self.places].count(AT_ONCE)
+    def ahead(self) -> list[int]:
+        """Units of the ring that are on their way before the wait."""
+        return [unit for unit, (_, after) in self.places.items() if after == AT_ONCE]
+
+    @property
+    def steps(self) -> int:
+        """Products of a unit along its columns, two each."""
+        return self.unit_columns // STEP
 
     @property
     def warp_bytes(self) -> int:
         """Of one warp's ring, which holds its sums at the end."""
-        rows = max(first + height for (first, _), height in zip(self.places, self.heights, strict=True))
+        rows = max((first + self.heights[unit] for unit, (first, _) in self.places.items()), default=0)
         return max(rows * self.pitch, 4 * self.tiles * TILE * COLUMNS)
 
     @property
@@ -222,17 +254,39 @@ def _load_x(at: Any, piece: int, warp: Any, lane: Any, p: Static) -> list[Any]:
             for column in range(0, p.unit_columns, STEP)]
 
 
-def _multiply(rows: Any, x: list[Any], sums: list[Any], lane: Any, height: int, p: Static) -> list[Any]:
-    """``sums`` plus a unit of ``height`` rows: two chains of products, for the even and the odd."""
+def _hold(at: Any, begin: Any, end: Any, warp: Any, lane: Any, unit: int, steps: range, p: Static) -> list[Any]:
+    """For each of ``steps`` of unit number ``unit`` the left operand of a lane: 16 bytes of row r and of row r + 8."""
+    r, q = lane // 4, lane % 4
+    first = begin + unit % p.tiles * p.height
+    column = (warp + unit // p.tiles * p.warps) * p.unit_columns + 8 * q
+    halves = []
+    for row in (r, r + 8) if p.heights[unit] > 8 else (r,):
+        source, _ = weight_row(first + row, at, p)
+        real = select((row < p.heights[unit]) & (first + row < end), Int32(1), Int32(0))
+        halves.append([load_words(source + (Int64(column) + STEP * step) * 2, guard=real, stream=True)
+                       for step in steps])
+    return [(upper, lower) for upper, lower in zip(halves[0], halves[-1], strict=True)]
+
+
+def _unit_of(rows: Any, lane: Any, height: int, p: Static) -> list[Any]:
+    """As ``_hold``, of a unit of ``height`` rows in the ring, all its steps."""
     r, q = lane // 4, lane % 4
     last = Int32(height - 1)
     upper = rows + cutlass.min(r, last) * p.pitch + q * FRAGMENT
     lower = rows + cutlass.min(r + 8, last) * p.pitch + q * FRAGMENT
-    sums = list(sums)
-    for step, b in enumerate(x):
+    found = []
+    for step in range(p.steps):
         u = [word.bitcast(Int32) for word in load_shared(upper + 2 * STEP * step, 4)]
         # rows 8 to 15 are none of ours in a low unit: any number does
         v = [word.bitcast(Int32) for word in load_shared(lower + 2 * STEP * step, 4)] if height > 8 else u
+        found.append((u, v))
+    return found
+
+
+def _multiply(unit: list[Any], x: list[Any], sums: list[Any]) -> list[Any]:
+    """``sums`` plus a unit: two chains of products, for the even and the odd."""
+    sums = list(sums)
+    for (u, v), b in zip(unit, x, strict=True):
         for half in range(2):
             i = 2 * half
             sums[half] = mma([u[i], v[i], u[i + 1], v[i + 1]], b[i : i + 2], sums[half])
@@ -247,27 +301,43 @@ def _staged_linear(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexp
     block, _, _ = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
     shared = cute.arch.get_dyn_smem(cutlass.Uint8, BANKS).toint()
-    begin, end = (p.grain * ((block + i) * p.line // p.blocks) for i in range(2))
+    begin, end = (p.begin(block + i, lambda a, b: cutlass.max(a, Int32(b))) for i in range(2))
     if lane == 0:
         for unit in cutlass.range_constexpr(p.units):
             init_barrier(shared + (warp * p.units + unit) * 8, 1 if p.bulk else 32)
         publish_barriers()
-    cute.arch.sync_warp()
+    if cutlass.const_expr(p.pace > 0):
+        cute.arch.sync_threads()
+    else:
+        cute.arch.sync_warp()
     policy = stream_policy()
-    for unit in cutlass.range_constexpr(p.slots):
-        if cutlass.const_expr(0 < p.pace <= unit):
-            await_phase(shared + (warp * p.units + unit - p.pace) * 8, Int32(0))
-        _copy(at, begin, end, warp, lane, shared, policy, unit, p)
+    ahead = cutlass.const_expr(p.ahead)
+    held = []
+    for turn in cutlass.range_constexpr(len(ahead)):
+        if cutlass.const_expr(0 < p.pace < (turn + 1) * p.warps):
+            # units follow each other from warp to warp, and each the one that is ``pace`` before
+            before = turn * p.warps + warp - p.pace
+            if before >= 0:
+                await_phase(shared + (before % p.warps * p.units + ahead[0] + before // p.warps) * 8, Int32(0))
+        _copy(at, begin, end, warp, lane, shared, policy, ahead[turn], p)
+        # what registers have comes in equal shares between
+        for unit in cutlass.range_constexpr(p.held):
+            share = range(turn * p.steps // len(ahead), (turn + 1) * p.steps // len(ahead))
+            held.append((unit, _hold(at, begin, end, warp, lane, unit, share, p)))
     await_producers(p.dependent)
 
     x = [_load_x(at, piece, warp, lane, p) for piece in range(min(2, p.pieces))]
     sums = [[[Float32(0.0)] * 4] * 2] * p.tiles
     for unit in cutlass.range_constexpr(p.units):
-        await_phase(shared + (warp * p.units + unit) * 8, Int32(0))
         piece, tile = divmod(unit, p.tiles)
-        place = shared + p.ring + warp * p.warp_bytes + p.places[unit][0] * p.pitch
-        sums[tile] = _multiply(place, x[piece], sums[tile], lane, p.heights[unit], p)
-        freed = cutlass.const_expr([n for n, (_, after) in enumerate(p.places) if after == unit])
+        if cutlass.const_expr(unit < p.held):
+            operands = [step for of, steps in held if of == unit for step in steps]
+        else:
+            await_phase(shared + (warp * p.units + unit) * 8, Int32(0))
+            place = shared + p.ring + warp * p.warp_bytes + p.places[unit][0] * p.pitch
+            operands = _unit_of(place, lane, p.heights[unit], p)
+        sums[tile] = _multiply(operands, x[piece], sums[tile])
+        freed = cutlass.const_expr([n for n, (_, after) in p.places.items() if after == unit])
         if cutlass.const_expr(len(freed) > 0):
             cute.arch.sync_warp()
         for following in cutlass.range_constexpr(len(freed)):
@@ -301,9 +371,11 @@ def bind(call: Call) -> KernelLaunch:
     blocks = min(multiprocessors(tensors["x"].device), count // (2 if projection.groups[2] else 1))
     static = Static(**vars(projection), blocks=blocks, warps=config["warps"],
                     unit_columns=config["columns"], ring_bytes=1024 * config["ring_kb"], bulk=config["bulk"],
-                    pace=config.get("pace", 0))
+                    pace=config.get("pace", 0), held=config.get("held", 0),
+                        late=min(config.get("late", 0), blocks - 1), late_share=config.get("late_share", 100))
     assert static.unit_columns % STEP == 0, f"{config}"
     assert columns % (static.unit_columns * static.warps) == 0, f"{columns} columns by {config}"
+    assert static.held < static.units, f"{config}: {static.units} units of a warp"
     assert static.tiles <= MOST_TILES, f"{count} rows on {static.blocks} blocks"
     return KernelLaunch(_staged_linear, (blocks, 1, 1), 32 * static.warps, tensors, static, shared=static.shared,
                         dependent=static.dependent)

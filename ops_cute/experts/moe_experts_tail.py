@@ -11,6 +11,13 @@ all blocks of its rank (a hop through L2), each of which multiplies it with its 
 were copied to shared memory before the wait for the producers. The finished columns go to all ranks, whose threads
 store a fragment each. Parts of the shared columns go from the finishers' registers to the rank that owns them.
 
+``few``: 56 blocks in place of 112 finish 8 columns of a rank each and share the sums over the ranks as well; the other
+76 leave once their parts are sent, a tail earlier, and the next layer's in-projection has their shared memory. Those
+that stay are 2.4 us slower for what it copies meanwhile (16.0 us in a step without, 18.4 with), the residuals and the
+projection behind them 4.5 us shorter. With the attention residuals the last of the others mix a row each, whose blocks
+of layers they have fetched and folded by the time its columns come (emulated and compiled, not timed). 24 bytes of a
+thread's registers go to local memory; the other forms have 8 or 24.
+
 What it saves against the experts and ``moe_tail``: the end of a launch and the begin of the next, whose blocks find no
 room before the experts' have left (6.9 us in a step for what takes 4.9 in a chain of its like; one H200, TP16, one
 row), and the latent's way through memory. What it costs: the hop of the summed latent, and the shared memory that the
@@ -65,10 +72,9 @@ from .tail import (
     sum_parts,
 )
 from .tail_mix import mix_row
-from .tail_plan import Config, Mixed, Tail
+from .tail_plan import COLLECT, EXPERTS, FINISH, SUM, WHOLE, Config, Mixed, Tail
 
 WAITS = ("parts of the latent", "parts of the shared columns", "summed latent", "finished columns")
-WHOLE, EXPERTS, SUM, FINISH, COLLECT = range(5)
 # by their names in the kernel; ``rank`` of the mailbox is another
 TENSORS = {name: name for name in ("x", "ids", "weights", "w1", "w3", "s1", "s3", "w2", "s2", "a", "w", "norm",
                                    "up_weight")} | {"expert_rank": "rank"}
@@ -91,6 +97,37 @@ def _mix(at: Any, look: Any, wait: Any, report: Any, thread: Any, block: Any, sh
     token = p.blocks - 1 - block
     if token < p.tokens:
         mix_row(at, look, wait, report, token, thread, shared, where, p)
+
+
+def _finish(at: Any, box: Mailbox, thread: Any, block: Any, shared: Any, where: Any, p: Tail) -> None:
+    """What is behind the parts that a block sends: sums, stripe, gather."""
+    looked = look_at_shared(box, thread, block, p) if p.phase in (WHOLE, FINISH) else None
+    if p.phase in (WHOLE, SUM):
+        sum_parts(box, thread, block, p)
+    if p.phase in (WHOLE, FINISH):
+        add_shared_columns(box, looked, thread, block, shared, where, p)
+        gather_latent(box, thread, block, shared, where, p)
+        cute.arch.sync_threads()
+        multiply_up_rows(thread, shared, where, p)
+        cute.arch.sync_threads()
+        finish_rows(thread, shared, where, p)
+        cute.arch.sync_threads()
+        send_finished(box, thread, block, shared, where, p)
+    if p.phase in (WHOLE, COLLECT) and not p.mixes_apart:
+        if isinstance(p, Mixed):
+            _mix(at, box.look, box.wait, box.report, thread, block, shared, where, p)
+        else:
+            collect(at, box, thread, block, p)
+
+
+@cute.jit
+def _finish_few(at: Any, thread: Any, block: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
+    """By the blocks that have a part in it; a branch has to make its own mailbox."""
+    if block < p.owners:
+        _finish(at, _mailbox(at, block, load_word(shared + where["epoch"]), p), thread, block, shared, where, p)
+    if cutlass.const_expr(p.mixes_apart):
+        box = _mailbox(at, block, load_word(shared + where["epoch"]), p)
+        _mix(at, box.look, box.wait, box.report, thread, block, shared, where, p)
 
 
 @cute.kernel
@@ -123,23 +160,11 @@ def _moe_experts_tail(arguments: Any, names: cutlass.Constexpr, p: cutlass.Const
         send_parts(box, thread, block, shared, where, p)
     if cutlass.const_expr(p.phase in (WHOLE, COLLECT)):
         arm(box, thread, block, p)
-    looked = look_at_shared(box, thread, block, p) if p.phase in (WHOLE, FINISH) else None
-    if cutlass.const_expr(p.phase in (WHOLE, SUM)):
-        sum_parts(box, thread, block, p)
-    if cutlass.const_expr(p.phase in (WHOLE, FINISH)):
-        add_shared_columns(box, looked, thread, block, shared, where, p)
-        gather_latent(at, box, thread, block, shared, where, p)
-        cute.arch.sync_threads()
-        multiply_up_rows(thread, shared, where, p)
-        cute.arch.sync_threads()
-        finish_rows(thread, shared, where, p)
-        cute.arch.sync_threads()
-        send_finished(box, thread, block, shared, where, p)
+    if cutlass.const_expr(p.few and p.phase == WHOLE):
+        _finish_few(at, thread, block, shared, where, p)
+    else:
+        _finish(at, box, thread, block, shared, where, p)
     if cutlass.const_expr(p.phase in (WHOLE, COLLECT)):
-        if cutlass.const_expr(isinstance(p, Mixed)):
-            _mix(at, box.look, box.wait, box.report, thread, block, shared, where, p)
-        else:
-            collect(at, box, thread, block, p)
         cute.arch.sync_threads()
         box.count(Int32(thread == 0))
 
@@ -159,7 +184,9 @@ def _static(call: Call, config: Config, ranks: int) -> Tail:
     assert static.slot >= static.message * 16, f"slot of {static.slot} bytes for {static.message} fragments"
     assert static.bulk, f"{config}: the copier is one warp"
     assert static.ring_holds, f"{config}: what comes behind the experts does not fit in the ring"
-    assert static.owners <= static.blocks, f"{static.owners} blocks finish columns, there are {static.blocks}"
+    assert not static.few or 2 * static.latents <= static.owners * static.threads, f"{static.latents} fragments to sum"
+    mixing = static.tokens if static.mixes_apart else 0
+    assert static.owners + mixing <= static.blocks, f"{static.owners} blocks finish columns, there are {static.blocks}"
     return static
 
 

@@ -17,10 +17,11 @@ from .tail_plan import MIX_BLOCKS, PACK, ROWS, STEP, Mixed, Tail
 
 ENTRY = "k3plan.ops_cute.experts.moe_experts_tail:bind"
 MOST_RANKS = 32  # that send to one warp
+SLOTS = (6, 5, 4, 3, 2)
 FEWEST_BLOCKS = 132  # multiprocessors of the smallest GPU that the kernel is for
 
 
-def _plan(region: Region, slots: int, warps: int) -> Tail:
+def _plan(region: Region, slots: int, warps: int, few: bool = False) -> Tail:
     """Sizes, as far as the shapes say them, on the fewest multiprocessors; more have fewer columns each."""
     w1, ids, w = region.value("w1").shape, region.value("ids").shape, region.value("w").shape
     sizes = dict(
@@ -28,7 +29,7 @@ def _plan(region: Region, slots: int, warps: int) -> Tail:
         experts=region.attrs("experts_gate_up")["experts"], blocks=FEWEST_BLOCKS, slots=slots, bulk=True, warps=warps,
         side_first=True, stride_x=0, beta=1.0, linear_beta=1.0, rounds=False, dependent=False, side_rows=w[0],
         side_width=w[1], ranks=int(region.attrs("all_reduce")["ranks"]), stripe=region.value("up_weight").shape[0],
-        eps=1.0)
+        eps=1.0, few=few)
     return Mixed(**sizes, finished=_blocks(region), mix_eps=1.0, norm_eps=1.0) if _blocks(region) else Tail(**sizes)
 
 
@@ -37,17 +38,24 @@ def _blocks(region: Region) -> int:
     return sum(len(node.inputs) - 2 for node in region.nodes if node.op == "attn_res")
 
 
-def _fits(region: Region, slots: int, warps: int) -> bool:
-    plan = _plan(region, slots, warps)
+def _fits(region: Region, slots: int, warps: int, few: bool = False) -> bool:
+    plan = _plan(region, slots, warps, few)
     return plan.ring_holds and plan.place()["end"] <= LIMIT
 
 
 def configs(region: Region) -> list[dict[str, Any]]:
     """As much in flight as fits first, with the shared expert's product before the experts. More warps mix a row in
-    fewer turns."""
-    return in_turn(*([{"slots": slots, "warps": warps, "side_first": first}
-                      for slots in (6, 5, 4, 3, 2) if _fits(region, slots, warps)]
-                     for warps in ((MANY, WARPS) if _blocks(region) else (WARPS, MANY)) for first in (True, False)))
+    fewer turns. Last those in which blocks leave early, which is for what comes behind, not for the launch itself."""
+    usual = in_turn(*([{"slots": slots, "warps": warps, "side_first": first}
+                       for slots in SLOTS if _fits(region, slots, warps)]
+                      for warps in ((MANY, WARPS) if _blocks(region) else (WARPS, MANY)) for first in (True, False)))
+    plan = _plan(region, 2, WARPS, few=True)
+    fewer = plan.owners < _plan(region, 2, WARPS).owners and 2 * plan.latents <= plan.owners * plan.threads
+    if not fewer or plan.owners + plan.tokens > FEWEST_BLOCKS:
+        return usual
+    few = [slots for slots in SLOTS if _fits(region, slots, WARPS, few=True)]
+    return usual + [{"slots": slots, "warps": WARPS, "side_first": first, "few": True}
+                    for slots in few[:1] for first in (True, False)]
 
 
 def needs(region: Region) -> str | None:

@@ -18,7 +18,6 @@ from ..primitives import (
     lane_value,
     lane_xor,
     load_shared,
-    load_words,
     mma,
     pack,
     rsqrt,
@@ -96,12 +95,14 @@ def set_up_tail(at: Any, thread: Any, shared: Any, where: cutlass.Constexpr, p: 
 
 @cute.jit
 def copy_up(at: Any, block: Any, thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
-    """The copier, before the wait for the producers: this block's rows of the up-projection."""
+    """The copier, before the wait for the producers: this block's rows of the up-projection and the norm's weights."""
     lane, has = thread % 32, block < p.owners
     if cute.arch.make_warp_uniform(thread // 32) == p.warps:
         if lane == 0:
-            expect_bytes(shared + where["up_full"], select(has, Int32(2 * p.out_width * p.outputs), Int32(0)))
+            expect_bytes(shared + where["up_full"], select(has, Int32(2 * p.out_width * (p.outputs + 1)), Int32(0)))
         cute.arch.sync_warp()
+        copy_bulk(shared + where["norm"], at["norm"], Int32(2 * p.out_width), shared + where["up_full"],
+                  stream_policy(), flag(has & (lane == 0)))
         real = has & (lane < p.outputs)
         row = select(real, block * p.outputs + lane, Int32(0))
         copy_bulk(shared + where["up"] + lane * p.pitch, at["up_weight"] + Int64(row) * (2 * p.out_width),
@@ -144,15 +145,20 @@ def look_at_shared(box: Mailbox, thread: Any, block: Any, p: Tail) -> tuple[Any,
 
 
 def sum_parts(box: Mailbox, thread: Any, block: Any, p: Tail) -> None:
-    """This block's columns of the latent, summed over the ranks, rounded, and told to all blocks."""
-    turn = p.blocks - 1 - block
+    """A share of the latent's columns, summed over the ranks, rounded, and told to all blocks: of each block those that
+    it multiplied, with ``few`` those that are finished have them in turn."""
     # two threads share a fragment
     split = 2 if p.ranks % 2 == 0 else 1
     each = p.ranks // split
-    real = (thread < p.tokens * p.each * split) & (turn < p.column_blocks)
-    item = select(real, thread, Int32(0))
-    half, rest = item % split, item // split
-    fragment = rest // p.each * p.of_row + select(real, turn, Int32(0)) * p.each + rest % p.each
+    half, rest = thread % split, thread // split
+    if p.few:
+        number = rest * p.owners + block
+        real = (block < p.owners) & (number < p.latents)
+    else:
+        turn = p.blocks - 1 - block
+        number = rest // p.each * p.of_row + turn * p.each + rest % p.each
+        real = (rest < p.tokens * p.each) & (turn < p.column_blocks)
+    fragment = select(real, number, Int32(0))
     senders = [half * each + i for i in range(each)]
     came = box.wait([box.look(sender, fragment, flag(real)) for sender in senders])
     box.report(list(zip(senders, came, strict=True)), PARTS)
@@ -182,8 +188,9 @@ def add_shared_columns(box: Mailbox, looked: Any, thread: Any, block: Any, share
         store_shared(at + 4 * start, values[start : start + 4], guard=real & (sender == 0))
 
 
-def gather_latent(at: Addresses, box: Mailbox, thread: Any, block: Any, shared: Any, where: Any, p: Tail) -> None:
+def gather_latent(box: Mailbox, thread: Any, block: Any, shared: Any, where: Any, p: Tail) -> None:
     """The whole latent times the norm's weights into shared memory, and the squares of each fragment."""
+    await_phase(shared + where["up_full"], Int32(0))
     starts = list(range(0, p.latents, p.threads))
     for first in range(0, len(starts), LOOKS):
         looked = []
@@ -195,17 +202,17 @@ def gather_latent(at: Addresses, box: Mailbox, thread: Any, block: Any, shared: 
             # of its 8 columns, those before the next block's
             left = cutlass.min(Int32(p.columns) - inside % p.each * PACK, Int32(p.out_width) - column)
             guards = [real & (left > half) for half in (0, 4)]
-            norm = [word for half, guard in zip((0, 4), guards, strict=True) for word in load_words(
-                at["norm"] + Int64(column + half) * 2, 2, guard=flag(guard))]
-            looked.append((real, item, column, guards, norm, box.look(box.rank, p.at_summed + item, flag(real))))
+            looked.append((real, item, column, guards, box.look(box.rank, p.at_summed + item, flag(real))))
         came = box.wait([look for *_, look in looked])
-        for (real, item, column, guards, norm, _), words in zip(looked, came, strict=True):
+        for (real, item, column, guards, _), words in zip(looked, came, strict=True):
             box.report([(Int32(box.rank), words)], SUMMED)
             values = unpack(words)
             square = values[0] * values[0]
             for value in values[1:]:
                 square = square + value * value
             store_shared(shared + where["squares"] + 4 * item, [square], guard=real)
+            norm = [word.bitcast(Int32) for half in (0, 8)
+                    for word in load_shared(shared + where["norm"] + 2 * column + half, 2)]
             scaled = pack([v * n for v, n in zip(values, unpack(norm), strict=True)])
             row = shared + where["rows"] + item // p.of_row * p.pitch + 2 * column
             for half, guard in enumerate(guards):
@@ -216,7 +223,6 @@ def gather_latent(at: Addresses, box: Mailbox, thread: Any, block: Any, shared: 
 def multiply_up_rows(thread: Any, shared: Any, where: cutlass.Constexpr, p: cutlass.Constexpr):
     """A warp's part of the products of this block's rows of the up-projection, and of a row the sum of the squares."""
     warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
-    await_phase(shared + where["up_full"], Int32(0))
     # a warp without columns multiplies those of another by zeros
     own = cutlass.min(warp * p.own_up_steps, Int32(p.up_steps - p.own_up_steps))
     real = (warp < p.warps) & (warp * p.own_up_steps < p.up_steps)

@@ -18,14 +18,17 @@ ROWS = 8  # outputs that a block has at most, and of one matrix instruction's 16
 PACK = 8  # columns of a fragment
 MIX_BLOCKS = 8  # finished blocks of layers
 MIX_SUMS = 2 * MIX_BLOCKS  # over a row, at once
+WHOLE, EXPERTS, SUM, FINISH, COLLECT = range(5)  # a launch of one rank; those of several, which do not fit at once
 
 
 @dataclass(frozen=True)
 class Config(ExpertsConfig):
-    """As the experts' own; the weights of the up-projection lie beside the ring, so it has fewer slots."""
+    """As the experts' own; the weights of the up-projection lie beside the ring, so it has fewer slots. ``few``: as few
+    blocks as can finish the tail; the others leave once their parts are sent, for those of the next launches."""
 
     slots: int = 5
     side_first: bool = True
+    few: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +41,10 @@ class Tail(Static):
     slot: int = 0  # bytes of the mailbox's
     table: tuple[str, ...] = ()  # columns of the address table
     stride_g: int = 0
-    phase: int = 0
+    phase: int = WHOLE
     limit: int = 0
     multicast: bool = False
+    few: bool = False
 
     @property
     def columns(self) -> int:
@@ -60,12 +64,17 @@ class Tail(Static):
     @property
     def outputs(self) -> int:
         """Columns of the result that a block finishes."""
-        return 4 if self.stripe <= 4 * self.blocks else ROWS
+        return 4 if self.stripe <= 4 * self.blocks and not self.few else ROWS
 
     @property
     def owners(self) -> int:
         """Blocks that finish columns."""
         return self.stripe // self.outputs
+
+    @property
+    def mixes_apart(self) -> bool:
+        """Whether blocks that finish no columns mix the rows."""
+        return False
 
     @property
     def latents(self) -> int:
@@ -112,7 +121,8 @@ class Tail(Static):
         """As the experts' own. What comes behind them lies in the ring, which is free by then."""
         found = super().place()
         found |= lay_out({
-            "up": self.outputs * self.pitch, "up_full": 8, "parts": 4 * self.tokens * PACK * self.each,
+            "up": self.outputs * self.pitch, "norm": 2 * self.out_width + FRAGMENT, "up_full": 8,
+            "parts": 4 * self.tokens * PACK * self.each,
             "shared": 4 * self.tokens * ROWS, "finished": 4 * self.tokens * ROWS, "epoch": 4,
             "peers": 8 * self.ranks,
         }, start=found["end"])
@@ -138,6 +148,10 @@ class Mixed(Tail):
     stride_block: int = 0
     stride_p: int = 0
     stride_h: int = 0
+
+    @property
+    def mixes_apart(self) -> bool:
+        return self.few and self.phase == WHOLE
 
     @property
     def hidden(self) -> int:

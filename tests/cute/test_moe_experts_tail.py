@@ -51,13 +51,15 @@ def fresh(region: Region, setting: Setting, seed: int) -> list[dict[str, torch.T
 
 @pytest.mark.parametrize(("kernel", "rows", "tp", "experts", "numerics", "blocks", "launches", "sizes", "config"), [
     (0, 1, 2, "tp", kernel_check.PLAIN, 5, 4, {}, {"side_first": True}),
+    (0, 2, 2, "tp", kernel_check.PLAIN, 9, 2, {}, {"side_first": False, "few": True}),
     pytest.param(1, 3, 2, "tp", kernel_check.FP8, 9, 2, {}, {"side_first": False}, marks=pytest.mark.slow),
     pytest.param(0, 8, 4, "tp", kernel_check.PLAIN, 4, 1, {"experts": 8, "moe_intermediate": 128}, {"warps": 28},
                  marks=pytest.mark.slow),
     pytest.param(0, 2, 2, "ep", kernel_check.PLAIN, 5, 2, {}, {"side_first": True}, marks=pytest.mark.slow),
     (2, 1, 2, "tp", kernel_check.PLAIN, 5, 2, {}, {"side_first": True}),
+    (2, 2, 2, "tp", kernel_check.PLAIN, 11, 2, {}, {"side_first": True, "few": True}),
     (3, 4, 2, "tp", kernel_check.FP8, 9, 1, DEEP, {"warps": 28}),
-], ids=["one-row", "four-columns", "four-ranks", "whole-experts", "mixed", "mixed-rows"])
+], ids=["one-row", "few-finish", "four-columns", "four-ranks", "whole-experts", "mixed", "mixed-few", "mixed-rows"])
 def test_all_ranks(kernel: int, rows: int, tp: int, experts: str, numerics: Any, blocks: int, launches: int,
                    sizes: Mapping[str, int], config: Mapping[str, Any]) -> None:
     """In four launches the mailbox goes round and each part of the activations comes twice."""
@@ -90,8 +92,10 @@ def loopback(region: Region, setting: Setting, config: Mapping[str, Any], bind: 
         compare_ranks(region, setting, [{name: t.cpu() for name, t in own.items()}], seed)
 
 
-@pytest.mark.parametrize(("kernel", "rows", "tp", "blocks"), [(0, 1, 2, 5), (0, 2, 4, 4), (2, 1, 2, 5)])
-def test_one_launch_of_a_rank_alone(kernel: int, rows: int, tp: int, blocks: int) -> None:
+@pytest.mark.parametrize(("kernel", "rows", "tp", "blocks", "few"), [
+    (0, 1, 2, 5, False), (0, 2, 4, 4, False), (0, 1, 2, 9, True), (0, 3, 4, 4, True), (2, 1, 2, 5, False),
+    (2, 2, 2, 11, True)])
+def test_one_launch_of_a_rank_alone(kernel: int, rows: int, tp: int, blocks: int, few: bool) -> None:
     """All blocks wait for each other inside the launch, warp by warp."""
     sizes = {"experts": 8, "moe_intermediate": 128} if tp == 4 else {}
     setting = Setting("small", replace(MODEL, **sizes), tp, rows, 1, choices=kernel_check.SHARDED)
@@ -100,7 +104,7 @@ def test_one_launch_of_a_rank_alone(kernel: int, rows: int, tp: int, blocks: int
     def run(launch: Any, everything: list[torch.Tensor], seed: int) -> None:
         warp_emulator.run(launch, [*everything, launch.arguments["table"]], seed)
 
-    loopback(last_region(menu.KERNELS[kernel], setting), setting, {"slots": 6, "side_first": True},
+    loopback(last_region(menu.KERNELS[kernel], setting), setting, {"slots": 6, "side_first": True, "few": few},
              modules()["experts.moe_experts_tail"].bind, run, launches=3)
 
 
@@ -119,7 +123,7 @@ def test_one_launch_of_a_rank_alone_on_a_gpu(kernel: KernelDef, rows: int, tp: i
     region = last_region(kernel, setting)
     first, *rest = menu.configs(region)
     loopback(region, setting, first, bind, run, 30, device)
-    for config in {(config["warps"], config["side_first"]): config for config in rest}.values():
+    for config in {(config["warps"], config["side_first"], "few" in config): config for config in rest}.values():
         loopback(region, setting, config, bind, run, 3, device)
 
 
@@ -168,4 +172,4 @@ def real_setting(kernel: KernelDef, rows: int, tp: int, **sizes: int) -> Setting
 def test_the_emulator_sees_columns_that_nobody_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules()["experts.moe_experts_tail"], "send_finished", lambda *arguments: None)
     with pytest.raises(warp_emulator.Hung, match="wait for each other"):
-        test_one_launch_of_a_rank_alone(0, 1, 2, 5)
+        test_one_launch_of_a_rank_alone(0, 1, 2, 5, few=False)

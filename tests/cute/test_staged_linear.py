@@ -19,11 +19,11 @@ from k3plan.compiler.covering.match import find_regions
 from k3plan.compiler.fusions import row_groups
 from k3plan.compiler.kernel import Menu
 from k3plan.graphs import launch as launching
-from k3plan.ops_cute.compile_check import TARGETS, WAIT, operations
+from k3plan.ops_cute.compile_check import LOAD, TARGETS, WAIT, operations
 from k3plan.ops_cute.launching import compile_kernel
 from k3plan.ops_cute.shared_memory import LIMIT
 from k3plan.ops_cute.skinny_linear_menu import TILE, count_rows
-from k3plan.ops_cute.staged_linear import AT_ONCE, bind, place_units
+from k3plan.ops_cute.staged_linear import AT_ONCE, bind, place_units, rows_of_blocks
 from k3plan.ops_cute.staged_linear_menu import FEWEST_BLOCKS, KERNELS, MOST_TILES, candidates, columns_each
 
 BULK_COPY, LANES_COPY = 0x3BA, 0xFAE  # operations UBLKCP and LDGSTS
@@ -88,30 +88,61 @@ def test_products(rows: int, width: int, columns: int, warps: int, ring_kb: int,
                                rtol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
-@pytest.mark.parametrize("pace", [0, 1, 2])
+@pytest.mark.parametrize("held", [0, 1, 3])
+@pytest.mark.parametrize(("rows", "width", "columns", "warps", "ring_kb", "blocks", "pace", "bulk"), [
+    (1, 74, 1792, 4, 20, 3, 3, True),  # 25 rows a block, as 3216 on 132; refilled slots
+    (8, 74, 1792, 4, 60, 3, 0, True),
+    (5, 21, 1792, 2, 8, 4, 1, False),  # low units, which have no rows 8 to 15 in registers
+    (2, 220, 1792, 4, 30, 4, 6, True),  # four units high
+], ids=str)
+def test_units_that_registers_have(rows: int, width: int, columns: int, warps: int, ring_kb: int, blocks: int,
+                                   pace: int, bulk: bool, held: int) -> None:
+    config = {"warps": warps, "columns": columns_each(columns, warps, 224), "ring_kb": ring_kb, "bulk": bulk,
+              "pace": pace, "held": held}
+    torch.manual_seed(rows)
+    call = call_of(rows, width, columns, config)
+    warp_emulator.run(emulated(blocks).bind(call), list(call.tensors.values()), seed=held)
+    wanted = call.tensors["x"].float() @ call.tensors["weight"].float().T
+    torch.testing.assert_close(call.tensors["f"].float(), wanted, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(("width", "blocks", "late", "share"), [(100, 5, 2, 50), (61, 4, 3, 60), (90, 3, 5, 1)])
+def test_blocks_that_find_room_late_have_fewer_rows(width: int, blocks: int, late: int, share: int) -> None:
+    config = {"warps": 2, "columns": 224, "ring_kb": 30, "bulk": True, "pace": 2, "late": late, "late_share": share}
+    call = call_of(2, width, 896, config)
+    launch = emulated(blocks).bind(call)
+    rows = rows_of_blocks(launch.parameters.begin, blocks)
+    late = launch.parameters.late
+    assert sum(rows) == width
+    assert sum(rows[-late:]) / late == pytest.approx(sum(rows[:-late]) / (blocks - late) * share / 100, abs=1)
+    warp_emulator.run(launch, list(call.tensors.values()))
+    wanted = call.tensors["x"].float() @ call.tensors["weight"].float().T
+    torch.testing.assert_close(call.tensors["f"].float(), wanted, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("pace", [0, 1, 2, 3, 5])
 def test_a_paced_ring_has_so_many_units_on_their_way(pace: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One warp of one block, four units that all have a place: a barrier a unit."""
+    """Two warps of one block, two units each that all have a place: a barrier a unit. What a copy is for stands behind
+    what it waited for, whatever the other warp does."""
     module, seen = emulated(3), list[tuple[str, int]]()
     copy, wait = module._copy, module.await_phase
 
     def copy_unit(*arguments: Any) -> None:
-        seen.append(("copy", arguments[-2]))
+        seen.append(("copy", 2 * arguments[-2] + int(arguments[3].a.flat[0])))
         copy(*arguments)
 
     def await_unit(at: Any, parity: Any) -> None:
-        seen.append(("await", int(at.a.flat[0]) // 8))
         wait(at, parity)
+        warp, unit = divmod(int(at.a.flat[0]) // 8, 2)
+        seen.append(("came", 2 * unit + warp))
 
     monkeypatch.setattr(module, "_copy", copy_unit)
     monkeypatch.setattr(module, "await_phase", await_unit)
-    monkeypatch.setattr(module, "await_producers", lambda dependent: seen.append(("wait", 0)))
-    call = call_of(1, 74, 896, {"warps": 1, "columns": 448, "ring_kb": 60, "bulk": True, "pace": pace})
-    warp_emulator.run(replace(module.bind(call), grid=(1, 1, 1)), list(call.tensors.values()))
-    first: list[tuple[str, int]] = [] if pace == 0 else [("await", unit) for unit in range(4 - pace)]
-    before = seen[: seen.index(("wait", 0))]
-    assert [unit for what, unit in before if what == "copy"] == [0, 1, 2, 3]
-    assert [event for event in before if event[0] == "await"] == first
-    assert all(before.index(("await", unit)) < before.index(("copy", unit + pace)) for _, unit in first)
+    call = call_of(1, 48, 896, {"warps": 2, "columns": 224, "ring_kb": 60, "bulk": True, "pace": pace})
+    warp_emulator.run(replace(module.bind(call), grid=(1, 1, 1)), list(call.tensors.values()), seed=pace)
+    for number in range(4):
+        before = seen[: seen.index(("copy", number))]
+        assert (("came", number - pace) in before) == (0 < pace <= number)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -134,7 +165,7 @@ def test_real_shapes(width: int, columns: int, config: dict[str, Any]) -> None:
     module = emulated(blocks=132)
     call = call_of(2, width, columns, config)
     launch = module.bind(call)
-    end = 2 * width // launch.parameters.blocks
+    end = launch.parameters.begin(2)
     warp_emulator.run(replace(launch, grid=(2, 1, 1)), list(call.tensors.values()))
     wanted = call.tensors["x"].float() @ call.tensors["weight"][:end].float().T
     torch.testing.assert_close(call.tensors["f"][:, :end].float(), wanted, atol=2e-2, rtol=1e-2)
@@ -188,6 +219,7 @@ def test_the_ring_is_on_its_way_before_the_wait(config: dict[str, Any], target: 
     found = operations(compile_kernel(launch, target).cubin)
     assert found.count(WAIT) == 1
     copies = BULK_COPY if p.bulk else LANES_COPY
-    a_unit = 1 if p.bulk else found.count(copies) // p.units
-    before = found[: found.index(WAIT)].count(copies)
-    assert before >= p.slots * a_unit, f"{before} copies before the wait, {found.count(copies) - before} after it"
+    a_unit = 1 if p.bulk else found.count(copies) // len(p.places)
+    before = found[: found.index(WAIT)]
+    assert before.count(copies) >= len(p.ahead) * a_unit, f"{before.count(copies)} of {found.count(copies)} copies"
+    assert before.count(LOAD) == 2 * p.steps * p.held, f"{before.count(LOAD)} loads into registers"

@@ -240,9 +240,9 @@ def test_every_algebra_costs_what_auto_said(layers: list[str], exact: float) -> 
             assert forced.us == pytest.approx(us, rel=exact), alternative.choice
 
 
-@pytest.mark.parametrize(("query", "kda", "mla"), [(1, 7, 10), (2, 7, 10), (8, 5, 8)])
+@pytest.mark.parametrize(("query", "kda", "mla"), [(1, 6, 9), (2, 7, 10), (8, 5, 8)])
 def test_layers_have_as_many_launches_as_promised(query: int, kda: int, mla: int) -> None:
-    """GB300, TP16: 7 in a KDA + MoE layer at 1 and 2 rows, 8 at 3 to 8, 10 in an MLA + MoE layer at most."""
+    """GB300, TP16: at most 7 in a KDA + MoE layer at 1 and 2 rows, 8 at 3 to 8, 10 in an MLA + MoE layer."""
     plan = compile_spec(load_spec(K3, (f"step.query={query}",)), kernels(), tuning("gb300"))
     attention, mlp = plan.spec.model.attention, plan.spec.model.mlp
     for layer in range(2, len(mlp) - 1):
