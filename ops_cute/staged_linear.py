@@ -22,11 +22,11 @@ Arithmetic for 3216 x 7168 a block: 350 KB through shared memory at 128 bytes a 
 beside 18,000 clocks of memory. Pieces of 448 bytes are 780 bulk copies, one in 23 clocks; 16 bytes a lane are 780
 instructions of 28 lanes; neither is slower than the other.
 
-Waits: as many units as the ring holds are on their way before the wait for the producers, with ``pace`` a few of the
-block's at a time, warp after warp: what the launches ahead still want stands in line behind all that is on its way, 20
-MB of a whole ring, where 6 keep memory busy. Only weights are read before the wait, and nothing is written. x is
-touched after it, two pieces ahead of the products. The trigger is the first instruction. A place in the ring is filled
-again by the warp that has just read it.
+Waits: as many units as the ring holds are on their way before the wait for the producers, with ``pace_kb`` a few of
+the block's at a time, warp after warp: what the launches ahead still want stands in line behind all that is on its
+way, 20 MB of a whole ring, where 6 keep memory busy. Only weights are read before the wait, and nothing is written. x
+is touched after it, two pieces ahead of the products. The trigger is the first instruction. A place in the ring is
+filled again by the warp that has just read it.
 ``held``: a warp's first units are in registers, which the loop has only later, so that one unit costs 4 of them; their
 loads stand between the copies of the ring in equal shares, which paces them too. ``late``, ``late_share``: the last
 blocks have fewer rows. Blocks begin in the order of their numbers; where the launch before frees some multiprocessors
@@ -34,7 +34,7 @@ late (``few`` of ``cute.moe_experts_tail``), those blocks have nothing ahead and
 compiled, not timed.
 Numerics: exact products, fp32 sums in a fixed order, one rounding at the store.
 In the step of a TP16 rank of Kimi K3 on an H200, one row (30 November 2026): 3216 x 7168 6.6 us, 7168 x 768 3.3
-behind KDA and 2.0 behind MLA; what ``pace`` and ``held`` give stands in ``docs/performance.md``.
+behind KDA and 2.0 behind MLA; what ``pace_kb`` and ``held`` give stands in ``docs/performance.md``.
 Without them there (29 November 2026; us, cold weights, one row, each by its best configuration; ``cute.skinny_linear``
 in brackets), in the captured step of a TP16 rank: 3216 x 7168 9.0 (17.2), 2880 x 7168 8.1 (15.1), 7168 x 768 2.0. In a
 chain of its like, and what it adds to a chain of launches that wait 2 and 5 us with 8 blocks: 3216 x 7168 11.4, 10.4,
@@ -46,8 +46,9 @@ sizes: 186 KB where 224 are allowed now. Then 117 comparisons there were right a
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import cutlass
@@ -91,9 +92,20 @@ def place_units(heights: tuple[int, ...], rows: int) -> tuple[tuple[int, int], .
     return tuple(placed)
 
 
-def rows_of_blocks(begin: Callable[[int], int], blocks: int) -> list[int]:
-    """The number of rows of each block."""
-    return [begin(block + 1) - begin(block) for block in range(blocks)]
+def first_grain(block: Any, line: int, blocks: int, late: int, share: int, most: Any = max) -> Any:
+    """Where ``block`` begins in a ``line`` of grains, of which the ``late`` last blocks have ``share`` percent of what
+    the others have each. ``most`` is the greater of two numbers, in a kernel the device's."""
+    if not late:
+        return block * line // blocks
+    less = 100 - share
+    return (100 * block - less * most(block - (blocks - late), 0)) * line // (100 * blocks - less * late)
+
+
+@cache
+def grains_of_blocks(line: int, blocks: int, late: int, share: int) -> tuple[int, ...]:
+    """The number of grains of each block."""
+    begins = [first_grain(block, line, blocks, late, share) for block in range(blocks + 1)]
+    return tuple(end - begin for begin, end in pairwise(begins))
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,7 @@ class Static(Projection):
     unit_columns: int
     ring_bytes: int  # wanted, of a block
     bulk: bool
-    pace: int = 0  # units of a block on their way at once before the wait; 0: all that have a place
+    pace_kb: int = 0  # about what is on its way at once before the wait; 0: all that has a place
     held: int = 0  # units of a warp that registers have, the first of them
     late: int = 0  # blocks that find room later than the others, the last ones
     late_share: int = 100  # percent that they have of the others' rows
@@ -120,23 +132,20 @@ class Static(Projection):
         """Rows of all weights, in grains."""
         return count_rows(self.groups) // self.grain
 
-    def begin(self, block: Any, most: Any = max) -> Any:
-        """First row of a block; ``most`` is the greater of two numbers, in a kernel the device's."""
-        if not self.late:
-            return self.grain * (block * self.line // self.blocks)
-        less = 100 - self.late_share
-        share = 100 * block - less * most(block - (self.blocks - self.late), 0)
-        return self.grain * (share * self.line // (100 * self.blocks - less * self.late))
+    @property
+    def spread(self) -> tuple[int, int, int, int]:
+        """The line of weights in grains, blocks, late blocks and their share: how rows are dealt out."""
+        return self.line, self.blocks, self.late, self.late_share
 
     @property
     def each(self) -> int:
         """Most rows of a block."""
-        return max(rows_of_blocks(self.begin, self.blocks))
+        return self.grain * max(grains_of_blocks(*self.spread))
 
     @property
     def sure(self) -> int:
         """Fewest rows of a block."""
-        return min(rows_of_blocks(self.begin, self.blocks))
+        return self.grain * min(grains_of_blocks(*self.spread))
 
     @property
     def tiles(self) -> int:
@@ -165,6 +174,11 @@ class Static(Projection):
     def pitch(self) -> int:
         """Bytes between rows of a slot: half a line of banks and whole ones."""
         return self.piece_bytes + (BANKS // 2 if self.piece_bytes % BANKS == 0 else 0)
+
+    @property
+    def pace(self) -> int:
+        """Units of a block on their way at once before the wait; 0: all that have a place."""
+        return self.pace_kb and max(1, round(1024 * self.pace_kb / (self.height * self.piece_bytes)))
 
     @property
     def heights(self) -> tuple[int, ...]:
@@ -301,7 +315,8 @@ def _staged_linear(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexp
     block, _, _ = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
     shared = cute.arch.get_dyn_smem(cutlass.Uint8, BANKS).toint()
-    begin, end = (p.begin(block + i, lambda a, b: cutlass.max(a, Int32(b))) for i in range(2))
+    begin, end = (p.grain * first_grain(block + i, p.line, p.blocks, p.late, p.late_share,
+                                        lambda a, b: cutlass.max(a, Int32(b))) for i in range(2))
     if lane == 0:
         for unit in cutlass.range_constexpr(p.units):
             init_barrier(shared + (warp * p.units + unit) * 8, 1 if p.bulk else 32)
@@ -371,7 +386,7 @@ def bind(call: Call) -> KernelLaunch:
     blocks = min(multiprocessors(tensors["x"].device), count // (2 if projection.groups[2] else 1))
     static = Static(**vars(projection), blocks=blocks, warps=config["warps"],
                     unit_columns=config["columns"], ring_bytes=1024 * config["ring_kb"], bulk=config["bulk"],
-                    pace=config.get("pace", 0), held=config.get("held", 0),
+                    pace_kb=config.get("pace_kb", 0), held=config.get("held", 0),
                         late=min(config.get("late", 0), blocks - 1), late_share=config.get("late_share", 100))
     assert static.unit_columns % STEP == 0, f"{config}"
     assert columns % (static.unit_columns * static.warps) == 0, f"{columns} columns by {config}"

@@ -23,7 +23,7 @@ FEWEST_BLOCKS = 132  # multiprocessors of the smallest GPU that the kernel is fo
 # columns whose x a lane holds twice, at 2 words of registers for 32 columns each: few warps have room for more
 MOST_COLUMNS, FEW_WARPS, MOST_OF_FEW = 256, 4, 448
 SMALL = 112 * 1024  # bytes of weights of a block that fit in 144 KB, whatever padding they have
-BUSY = 46 * 1024  # bytes on their way to a block: 6 MB for 132, a little more than 4.4 TB/s and 1 us hold
+BUSY_KB = 46  # on their way to a block: 6 MB for 132, a little more than 4.4 TB/s and 1 us hold
 LATE = 56  # blocks that finish a TP16 rank's tail of Kimi K3, 8 of 448 columns each
 SHARES = (60, 70)  # percent
 SHORT = 160  # columns of a unit below which copies are too small
@@ -44,8 +44,8 @@ def configs(region: Region) -> list[dict[str, Any]]:
 
 def candidates(rows: int, columns: int) -> list[dict[str, Any]]:
     """``configs`` of ``rows`` x ``columns``. ``warps`` share the columns, ``columns`` at a time; weights in flight have
-    ``ring_kb`` of a block's memory; ``bulk``: the copy engine fetches rows, else lanes do, 16 bytes each; ``pace``:
-    so many units of a block at once before the wait, which is no matter for ``tune`` but for ``--in-step``; ``held``:
+    ``ring_kb`` of a block's memory; ``bulk``: the copy engine fetches rows, else lanes do, 16 bytes each;
+    ``pace_kb``: so much of it at once before the wait, which is no matter for ``tune`` but for ``--in-step``; ``held``:
     units of a warp that registers have; ``late``: so many blocks, the last, have ``late_share`` percent of the others'
     rows, since those that finish the tail of a sparse layer keep their room longest (``few`` of
     ``cute.moe_experts_tail``).
@@ -72,7 +72,9 @@ def candidates(rows: int, columns: int) -> list[dict[str, Any]]:
         found += [(warps, MOST_COLUMNS, kb, False) for kb in (144, 96) for warps in (first, more, fewer)]
     made = [{"warps": warps, "columns": columns_each(columns, warps, most), "ring_kb": kb, "bulk": bulk}
             for warps, most, kb, bulk in dict.fromkeys(found)]
-    paced = [{**config, "pace": pace_of(rows, columns, config["columns"])} for config in made]
+    # where the ring has all of the weights, the launch behind fills its own beside it
+    busy = BUSY_KB // 2 if 2 * rows * columns <= FEWEST_BLOCKS * SMALL else BUSY_KB
+    paced = [{**config, "pace_kb": busy} for config in made]
     held = [{**config, "held": 1} for config in paced if config["warps"] == first and holds(rows, columns, config)]
     uneven = [{**config, "late": LATE, "late_share": share} for config in held[:1] for share in SHARES]
     return [*made, *paced, *held, *uneven]
@@ -84,13 +86,6 @@ def holds(rows: int, columns: int, config: dict[str, Any]) -> bool:
     units = columns // (config["columns"] * config["warps"]) * -(-each // TILE)
     return config["bulk"] and config["columns"] <= MOST_COLUMNS and units > 1 and (
         2 * each * columns > 1024 * config["ring_kb"])
-
-
-def pace_of(rows: int, all_columns: int, columns: int) -> int:
-    """Units of a block that keep memory busy: as many as are ``BUSY`` bytes, half of it where the ring has all of the
-    weights, since the launch behind fills its own beside it then."""
-    busy = BUSY // 2 if 2 * rows * all_columns <= FEWEST_BLOCKS * SMALL else BUSY
-    return max(1, round(busy / (2 * height_of(-(-rows // FEWEST_BLOCKS)) * columns)))
 
 
 def height_of(each: int) -> int:

@@ -23,7 +23,7 @@ from k3plan.ops_cute.compile_check import LOAD, TARGETS, WAIT, operations
 from k3plan.ops_cute.launching import compile_kernel
 from k3plan.ops_cute.shared_memory import LIMIT
 from k3plan.ops_cute.skinny_linear_menu import TILE, count_rows
-from k3plan.ops_cute.staged_linear import AT_ONCE, bind, place_units, rows_of_blocks
+from k3plan.ops_cute.staged_linear import AT_ONCE, bind, grains_of_blocks, place_units
 from k3plan.ops_cute.staged_linear_menu import FEWEST_BLOCKS, KERNELS, MOST_TILES, candidates, columns_each
 
 BULK_COPY, LANES_COPY = 0x3BA, 0xFAE  # operations UBLKCP and LDGSTS
@@ -89,16 +89,16 @@ def test_products(rows: int, width: int, columns: int, warps: int, ring_kb: int,
 
 
 @pytest.mark.parametrize("held", [0, 1, 3])
-@pytest.mark.parametrize(("rows", "width", "columns", "warps", "ring_kb", "blocks", "pace", "bulk"), [
-    (1, 74, 1792, 4, 20, 3, 3, True),  # 25 rows a block, as 3216 on 132; refilled slots
+@pytest.mark.parametrize(("rows", "width", "columns", "warps", "ring_kb", "blocks", "pace_kb", "bulk"), [
+    (1, 74, 1792, 4, 20, 3, 17, True),  # 25 rows a block, as 3216 on 132; refilled slots
     (8, 74, 1792, 4, 60, 3, 0, True),
-    (5, 21, 1792, 2, 8, 4, 1, False),  # low units, which have no rows 8 to 15 in registers
-    (2, 220, 1792, 4, 30, 4, 6, True),  # four units high
+    (5, 21, 1792, 2, 8, 4, 2, False),  # low units, which have no rows 8 to 15 in registers
+    (2, 220, 1792, 4, 30, 4, 40, True),  # four units high
 ], ids=str)
 def test_units_that_registers_have(rows: int, width: int, columns: int, warps: int, ring_kb: int, blocks: int,
-                                   pace: int, bulk: bool, held: int) -> None:
+                                   pace_kb: int, bulk: bool, held: int) -> None:
     config = {"warps": warps, "columns": columns_each(columns, warps, 224), "ring_kb": ring_kb, "bulk": bulk,
-              "pace": pace, "held": held}
+              "pace_kb": pace_kb, "held": held}
     torch.manual_seed(rows)
     call = call_of(rows, width, columns, config)
     warp_emulator.run(emulated(blocks).bind(call), list(call.tensors.values()), seed=held)
@@ -108,10 +108,10 @@ def test_units_that_registers_have(rows: int, width: int, columns: int, warps: i
 
 @pytest.mark.parametrize(("width", "blocks", "late", "share"), [(100, 5, 2, 50), (61, 4, 3, 60), (90, 3, 5, 1)])
 def test_blocks_that_find_room_late_have_fewer_rows(width: int, blocks: int, late: int, share: int) -> None:
-    config = {"warps": 2, "columns": 224, "ring_kb": 30, "bulk": True, "pace": 2, "late": late, "late_share": share}
+    config = {"warps": 2, "columns": 224, "ring_kb": 30, "bulk": True, "pace_kb": 8, "late": late, "late_share": share}
     call = call_of(2, width, 896, config)
     launch = emulated(blocks).bind(call)
-    rows = rows_of_blocks(launch.parameters.begin, blocks)
+    rows = grains_of_blocks(*launch.parameters.spread)
     late = launch.parameters.late
     assert sum(rows) == width
     assert sum(rows[-late:]) / late == pytest.approx(sum(rows[:-late]) / (blocks - late) * share / 100, abs=1)
@@ -122,8 +122,8 @@ def test_blocks_that_find_room_late_have_fewer_rows(width: int, blocks: int, lat
 
 @pytest.mark.parametrize("pace", [0, 1, 2, 3, 5])
 def test_a_paced_ring_has_so_many_units_on_their_way(pace: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two warps of one block, two units each that all have a place: a barrier a unit. What a copy is for stands behind
-    what it waited for, whatever the other warp does."""
+    """Two warps of one block, two units of 7 KB each that all have a place: a barrier a unit. A copy is after what it
+    waited for, whatever the other warp does."""
     module, seen = emulated(3), list[tuple[str, int]]()
     copy, wait = module._copy, module.await_phase
 
@@ -138,7 +138,7 @@ def test_a_paced_ring_has_so_many_units_on_their_way(pace: int, monkeypatch: pyt
 
     monkeypatch.setattr(module, "_copy", copy_unit)
     monkeypatch.setattr(module, "await_phase", await_unit)
-    call = call_of(1, 48, 896, {"warps": 2, "columns": 224, "ring_kb": 60, "bulk": True, "pace": pace})
+    call = call_of(1, 48, 896, {"warps": 2, "columns": 224, "ring_kb": 60, "bulk": True, "pace_kb": 7 * pace})
     warp_emulator.run(replace(module.bind(call), grid=(1, 1, 1)), list(call.tensors.values()), seed=pace)
     for number in range(4):
         before = seen[: seen.index(("copy", number))]
@@ -165,7 +165,7 @@ def test_real_shapes(width: int, columns: int, config: dict[str, Any]) -> None:
     module = emulated(blocks=132)
     call = call_of(2, width, columns, config)
     launch = module.bind(call)
-    end = launch.parameters.begin(2)
+    end = sum(grains_of_blocks(*launch.parameters.spread)[:2])
     warp_emulator.run(replace(launch, grid=(2, 1, 1)), list(call.tensors.values()))
     wanted = call.tensors["x"].float() @ call.tensors["weight"][:end].float().T
     torch.testing.assert_close(call.tensors["f"][:, :end].float(), wanted, atol=2e-2, rtol=1e-2)
