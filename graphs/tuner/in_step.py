@@ -10,7 +10,8 @@ A launch also changes what its neighbours take, by the room that it leaves them.
 believed: what only the longer one chose is charged for what all others took more beside it, and the table gives the
 shortest step that was seen. What shares do not show either, exchanges do: in the shortest plan one configuration of a
 kernel is replaced by another, whatever that takes alone, at all shapes that have it, or the kernel is left out, and the
-whole step says whether that stays.
+whole step says whether that stays. At last two are exchanged together, of those that alone made the step a little
+longer: room that one gives may be worth something to the other only.
 """
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import combinations, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from .alone import lines_text, merge_tables, source_text, tuned_lines
 ROUNDS = 12  # the table has the shortest step whenever it ends
 ALIKE = 1.003  # times of one step from capture to capture
 WORTH = 0.01  # of the step, what an exchange is tried for
+NEAR = 1.05  # of the step, with what exchange another is tried
 # us of a step, and what then finds those of each launch in it
 Clock = Callable[[LaunchPlan], tuple[float, Callable[[], Sequence[float]]]]
 _At = tuple[str, str, str]  # kernel, shape and configuration
@@ -92,6 +94,7 @@ class _Search:
         self._seen: dict[_At, Tuned] = {}  # in this search
         self._shortest: _Timed | None = None
         self._tried: set[str] = set()
+        self._near: list[_Exchange] = []
 
     @property
     def us(self) -> float:
@@ -110,7 +113,7 @@ class _Search:
     def next_exchange(self) -> _Exchange | None:
         """The first that was not tried: each kernel and configuration of the shortest plan left out, those first that
         take the longest, then the first other configuration of each, then the second. A kernel's own are in the order
-        of what they have in common with what it has."""
+        of what they have in common with what it has. Then pairs, those that replace most of the step first."""
         groups: dict[tuple[str, str], list[_Choice]] = defaultdict(list)
         for (kernel, _, config), choice in self._chosen().items():
             groups[kernel, config].append(choice)
@@ -121,20 +124,29 @@ class _Search:
             others = [config for config in has if config != now and all(config in some for some in more)]
             others.sort(key=lambda config: -len(config.items() & now.items()))
             lines = [choice.line for choice in groups[at]]
-            own.append([_Exchange(lines, None), *(_Exchange(lines, config) for config in others)])
+            own.append([_Exchange(((lines, config),)) for config in (None, *others)])
         untried = (other for turn in zip_longest(*own) for other in turn if other and other.name not in self._tried)
-        return next(untried, None)
+        return next(untried, None) or self._next_pair()
+
+    def _next_pair(self) -> _Exchange | None:
+        chosen = self._chosen()
+        near = [other for other in self._near if all(map(chosen.__contains__, other.replaced))]
+        pairs = (_Exchange(a.changes + b.changes) for a, b in combinations(near, 2) if a.replaced != b.replaced)
+        return max((pair for pair in pairs if pair.name not in self._tried), default=None,
+                   key=lambda pair: sum(chosen[at].line.us * chosen[at].count for at in pair.replaced))
 
     def exchange(self, other: _Exchange) -> Round:
         """The shortest plan with ``other``, which is taken when the step is shorter."""
         self._tried.add(other.name)
-        kernels = [kernel for kernel in self._kernels
-                   if other.config is not None or kernel.id != other.lines[0].kernel]
+        left_out = [lines[0].kernel for lines, config in other.changes if config is None]
+        kernels = [kernel for kernel in self._kernels if kernel.id not in left_out]
         plan, before = compile_spec(self._spec, kernels, Tuning(other.of(self._lines()))), self.us
         us, shares = self._clock(plan)
         if ALIKE * us < before:
             taken, _ = self._take(plan, us, shares())
             return replace(taken, tried=f"shorter by {before - us:.0f} us with {other.name}")
+        if len(other.changes) == 1 and us < NEAR * before:
+            self._near.append(other)
         return Round(plan, us, 0, self._found(), f"not shorter with {other.name}")
 
     def _take(self, plan: LaunchPlan, us: float, shares: Sequence[float]) -> tuple[Round, _Timed]:
@@ -175,21 +187,24 @@ def _at(line: Tuned) -> _At:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Another configuration of a kernel for all of its ``lines``; None leaves the kernel out."""
+    """For each of some kernels another configuration for all of its lines; None leaves the kernel out."""
 
-    lines: Sequence[Tuned]
-    config: Mapping[str, Any] | None
+    changes: tuple[tuple[Sequence[Tuned], Mapping[str, Any] | None], ...]
+
+    @property
+    def replaced(self) -> list[_At]:
+        return [_at(line) for lines, _ in self.changes for line in lines]
 
     @property
     def name(self) -> str:
-        kernel, now = self.lines[0].kernel, dict(self.lines[0].config)
-        return f"nothing for {kernel}" if self.config is None else f"{dict(self.config)} for {kernel} {now}"
+        return " and ".join(
+            f"nothing for {lines[0].kernel}" if config is None else
+            f"{dict(config)} for {lines[0].kernel} {dict(lines[0].config)}" for lines, config in self.changes)
 
     def of(self, lines: Iterable[Tuned]) -> list[Tuned]:
         """``lines`` with it."""
-        if self.config is None:
-            return list(lines)
-        new = {(line.kernel, line.key): replace(line, config=self.config) for line in self.lines}
+        new = {(line.kernel, line.key): replace(line, config=config)
+               for own, config in self.changes if config is not None for line in own}
         return [new.get((line.kernel, line.key), line) for line in lines]
 
 

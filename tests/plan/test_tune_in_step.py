@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from k3plan.compiler.compile import compile_spec
+from k3plan.compiler.kernel import KernelDef
 from k3plan.compiler.plan import LaunchPlan, PlanChoice
 from k3plan.compiler.reading.source import load_spec
 from k3plan.compiler.tuning import Tuned, Tuning
@@ -134,6 +135,52 @@ def test_an_exchange_finds_what_gives_others_room() -> None:
     again = compile_spec(spec, kernels(), Tuning(table.values()))
     assert any(map(is_roomy, again.choices))
     assert clock(again)[0] == pytest.approx(best.us)
+
+
+class TogetherClock(Clock):
+    """An in-projection and a KDA that take 1 us more each, and all others 0.5 us less where both are there; any other
+    configuration than the first plan's takes 20 us more."""
+
+    first: frozenset[str] = frozenset()
+
+    def shares_of(self, plan: LaunchPlan) -> list[float]:
+        choices = [plan.choice(launch) for launch in plan.launches]
+        self.first = self.first or frozenset(map(self.name, choices))
+        gain = 0.5 * (any(map(is_roomy, choices)) and any(map(is_split, choices)))
+        return [self.share(c) + (1.0 if is_roomy(c) or is_split(c) else 20.0 * (self.name(c) not in self.first) - gain)
+                for c in choices]
+
+    def share(self, choice: PlanChoice) -> float:
+        return self.shares.setdefault(f"{choice.kernel} {choice.ops} {choice.bytes}", choice.us)
+
+    @staticmethod
+    def name(choice: PlanChoice) -> str:
+        return f"{choice.kernel} {choice.ops} {choice.bytes} {choice.config}"
+
+
+def is_split(choice: PlanChoice) -> bool:
+    return choice.kernel == "cute.kda_decode" and dict(choice.config) == {"splits": 4, "warps": 4}
+
+
+def few_configs(kernel: KernelDef) -> KernelDef:
+    """With what its shipped lines have, and two others."""
+    own, offered = [dict(line.config) for line in lines() if line.kernel == kernel.id], kernel.configs
+    wanted = [*own, ROOMY, {"splits": 4, "warps": 4}]
+    return replace(kernel, configs=offered and (lambda region: [c for c in offered(region) if c in wanted] or
+                                                offered(region)[:1]))
+
+
+def test_two_are_exchanged_together_that_gain_nothing_alone() -> None:
+    spec, clock = load_spec(ROOT / "examples/k3-h200-tp16.yaml", ("model.layers=[1]",)), TogetherClock()
+    rounds = list(settle(spec, [few_configs(kernel) for kernel in kernels()], lines(), clock, "made up", exchanges=99))
+    tried = [found.tried for found in rounds if found.tried]
+    assert len(tried) == len(set(tried)) < 99
+    (shorter,) = [name for name in tried if name.startswith("shorter")]
+    assert str(ROOMY) in shorter
+    assert str({"splits": 4, "warps": 4}) in shorter
+    best = min(rounds, key=lambda found: found.us).plan
+    assert any(map(is_roomy, best.choices))
+    assert any(map(is_split, best.choices))
 
 
 def test_a_line_in_a_step_has_nothing_added(rounds: list[Round]) -> None:
