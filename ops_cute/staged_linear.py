@@ -71,7 +71,7 @@ from .moe_parts import (
 from .primitives import load_bytes, load_shared, load_words, mma, select, store_shared, total
 from .skinny_linear import COLUMNS, Projection, finish, read_call, weight_row
 from .skinny_linear_menu import STEP, TILE, count_rows
-from .staged_linear_menu import MOST_TILES, height_of
+from .staged_linear_menu import MOST_TILES
 
 FRAGMENT = 16  # bytes of one lane
 BANKS = 128  # bytes
@@ -92,9 +92,13 @@ def place_units(heights: tuple[int, ...], rows: int) -> tuple[tuple[int, int], .
     return tuple(placed)
 
 
-def first_grain(block: Any, line: int, blocks: int, late: int, share: int, most: Any = max) -> Any:
-    """Where ``block`` begins in a ``line`` of grains, of which the ``late`` last blocks have ``share`` percent of what
-    the others have each. ``most`` is the greater of two numbers, in a kernel the device's."""
+Spread = tuple[int, int, int, int]  # grains of the line of weights, blocks, late blocks, their share in percent
+
+
+def first_grain(block: Any, spread: Spread, most: Any = max) -> Any:
+    """Where ``block`` begins in the line of weights, of which late blocks, the last, have their share of what others
+    have each. ``most`` is the greater of two numbers, in a kernel the device's."""
+    line, blocks, late, share = spread
     if not late:
         return block * line // blocks
     less = 100 - share
@@ -102,9 +106,9 @@ def first_grain(block: Any, line: int, blocks: int, late: int, share: int, most:
 
 
 @cache
-def grains_of_blocks(line: int, blocks: int, late: int, share: int) -> tuple[int, ...]:
+def grains_of_blocks(spread: Spread) -> tuple[int, ...]:
     """The number of grains of each block."""
-    begins = [first_grain(block, line, blocks, late, share) for block in range(blocks + 1)]
+    begins = [first_grain(block, spread) for block in range(spread[1] + 1)]
     return tuple(end - begin for begin, end in pairwise(begins))
 
 
@@ -133,19 +137,19 @@ class Static(Projection):
         return count_rows(self.groups) // self.grain
 
     @property
-    def spread(self) -> tuple[int, int, int, int]:
-        """The line of weights in grains, blocks, late blocks and their share: how rows are dealt out."""
+    def spread(self) -> Spread:
+        """How rows are dealt out."""
         return self.line, self.blocks, self.late, self.late_share
 
     @property
     def each(self) -> int:
         """Most rows of a block."""
-        return self.grain * max(grains_of_blocks(*self.spread))
+        return self.grain * max(grains_of_blocks(self.spread))
 
     @property
     def sure(self) -> int:
         """Fewest rows of a block."""
-        return self.grain * min(grains_of_blocks(*self.spread))
+        return self.grain * min(grains_of_blocks(self.spread))
 
     @property
     def tiles(self) -> int:
@@ -153,8 +157,8 @@ class Static(Projection):
 
     @property
     def height(self) -> int:
-        """Most rows of a unit."""
-        return height_of(self.each)
+        """Most rows of a unit: as many units as tiles, of equal heights."""
+        return -(-self.each // self.tiles)
 
     @property
     def pieces(self) -> int:
@@ -279,7 +283,7 @@ def _hold(at: Any, begin: Any, end: Any, warp: Any, lane: Any, unit: int, steps:
         real = select((row < p.heights[unit]) & (first + row < end), Int32(1), Int32(0))
         halves.append([load_words(source + (Int64(column) + STEP * step) * 2, guard=real, stream=True)
                        for step in steps])
-    return [(upper, lower) for upper, lower in zip(halves[0], halves[-1], strict=True)]
+    return list(zip(halves[0], halves[-1], strict=True))
 
 
 def _unit_of(rows: Any, lane: Any, height: int, p: Static) -> list[Any]:
@@ -315,8 +319,7 @@ def _staged_linear(arguments: Any, names: cutlass.Constexpr, p: cutlass.Constexp
     block, _, _ = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
     shared = cute.arch.get_dyn_smem(cutlass.Uint8, BANKS).toint()
-    begin, end = (p.grain * first_grain(block + i, p.line, p.blocks, p.late, p.late_share,
-                                        lambda a, b: cutlass.max(a, Int32(b))) for i in range(2))
+    begin, end = (p.grain * first_grain(block + i, p.spread, lambda a, b: cutlass.max(a, Int32(b))) for i in range(2))
     if lane == 0:
         for unit in cutlass.range_constexpr(p.units):
             init_barrier(shared + (warp * p.units + unit) * 8, 1 if p.bulk else 32)

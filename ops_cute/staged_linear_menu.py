@@ -88,11 +88,6 @@ def holds(rows: int, columns: int, config: dict[str, Any]) -> bool:
         2 * each * columns > 1024 * config["ring_kb"])
 
 
-def height_of(each: int) -> int:
-    """Most rows of a unit, where a block has ``each``: as many units as tiles, of equal heights."""
-    return -(-each // -(-each // TILE))
-
-
 def _needs(region: Region) -> str | None:
     rows, columns = count_rows(row_groups(region)), region.value("weight").shape[-1]
     if reason := refuse_dtypes(region):

@@ -72,9 +72,10 @@ from .tail import (
     sum_parts,
 )
 from .tail_mix import mix_row
-from .tail_plan import COLLECT, EXPERTS, FINISH, SUM, WHOLE, Config, Mixed, Tail
+from .tail_plan import Config, Mixed, Tail
 
 WAITS = ("parts of the latent", "parts of the shared columns", "summed latent", "finished columns")
+WHOLE, EXPERTS, SUM, FINISH, COLLECT = range(5)
 # by their names in the kernel; ``rank`` of the mailbox is another
 TENSORS = {name: name for name in ("x", "ids", "weights", "w1", "w3", "s1", "s3", "w2", "s2", "a", "w", "norm",
                                    "up_weight")} | {"expert_rank": "rank"}
@@ -100,7 +101,7 @@ def _mix(at: Any, look: Any, wait: Any, report: Any, thread: Any, block: Any, sh
 
 
 def _finish(at: Any, box: Mailbox, thread: Any, block: Any, shared: Any, where: Any, p: Tail) -> None:
-    """What is behind the parts that a block sends: sums, stripe, gather."""
+    """What is behind the parts that a block sends: sums, stripe, and the gather where no residuals follow."""
     looked = look_at_shared(box, thread, block, p) if p.phase in (WHOLE, FINISH) else None
     if p.phase in (WHOLE, SUM):
         sum_parts(box, thread, block, p)
@@ -113,11 +114,8 @@ def _finish(at: Any, box: Mailbox, thread: Any, block: Any, shared: Any, where: 
         finish_rows(thread, shared, where, p)
         cute.arch.sync_threads()
         send_finished(box, thread, block, shared, where, p)
-    if p.phase in (WHOLE, COLLECT) and not p.mixes_apart:
-        if isinstance(p, Mixed):
-            _mix(at, box.look, box.wait, box.report, thread, block, shared, where, p)
-        else:
-            collect(at, box, thread, block, p)
+    if p.phase in (WHOLE, COLLECT) and not isinstance(p, Mixed):
+        collect(at, box, thread, block, p)
 
 
 @cute.jit
@@ -125,9 +123,6 @@ def _finish_few(at: Any, thread: Any, block: Any, shared: Any, where: cutlass.Co
     """By the blocks that have a part in it; a branch has to make its own mailbox."""
     if block < p.owners:
         _finish(at, _mailbox(at, block, load_word(shared + where["epoch"]), p), thread, block, shared, where, p)
-    if cutlass.const_expr(p.mixes_apart):
-        box = _mailbox(at, block, load_word(shared + where["epoch"]), p)
-        _mix(at, box.look, box.wait, box.report, thread, block, shared, where, p)
 
 
 @cute.kernel
@@ -165,6 +160,8 @@ def _moe_experts_tail(arguments: Any, names: cutlass.Constexpr, p: cutlass.Const
     else:
         _finish(at, box, thread, block, shared, where, p)
     if cutlass.const_expr(p.phase in (WHOLE, COLLECT)):
+        if cutlass.const_expr(isinstance(p, Mixed)):
+            _mix(at, box.look, box.wait, box.report, thread, block, shared, where, p)
         cute.arch.sync_threads()
         box.count(Int32(thread == 0))
 
@@ -185,8 +182,7 @@ def _static(call: Call, config: Config, ranks: int) -> Tail:
     assert static.bulk, f"{config}: the copier is one warp"
     assert static.ring_holds, f"{config}: what comes behind the experts does not fit in the ring"
     assert not static.few or 2 * static.latents <= static.owners * static.threads, f"{static.latents} fragments to sum"
-    mixing = static.tokens if static.mixes_apart else 0
-    assert static.owners + mixing <= static.blocks, f"{static.owners} blocks finish columns, there are {static.blocks}"
+    assert static.owners <= static.blocks, f"{static.owners} blocks finish columns, there are {static.blocks}"
     return static
 
 

@@ -50,8 +50,7 @@ def configs(region: Region) -> list[dict[str, Any]]:
                        for slots in SLOTS if _fits(region, slots, warps)]
                       for warps in ((MANY, WARPS) if _blocks(region) else (WARPS, MANY)) for first in (True, False)))
     plan = _plan(region, 2, WARPS, few=True)
-    fewer = plan.owners < _plan(region, 2, WARPS).owners and 2 * plan.latents <= plan.owners * plan.threads
-    if not fewer or plan.owners + plan.tokens > FEWEST_BLOCKS:
+    if plan.owners == _plan(region, 2, WARPS).owners or 2 * plan.latents > plan.owners * plan.threads:
         return usual
     few = [slots for slots in SLOTS if _fits(region, slots, WARPS, few=True)]
     return usual + [{"slots": slots, "warps": WARPS, "side_first": first, "few": True}

@@ -18,7 +18,6 @@ ROWS = 8  # outputs that a block has at most, and of one matrix instruction's 16
 PACK = 8  # columns of a fragment
 MIX_BLOCKS = 8  # finished blocks of layers
 MIX_SUMS = 2 * MIX_BLOCKS  # over a row, at once
-WHOLE, EXPERTS, SUM, FINISH, COLLECT = range(5)  # a launch of one rank; those of several, which do not fit at once
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Tail(Static):
     slot: int = 0  # bytes of the mailbox's
     table: tuple[str, ...] = ()  # columns of the address table
     stride_g: int = 0
-    phase: int = WHOLE
+    phase: int = 0
     limit: int = 0
     multicast: bool = False
     few: bool = False
@@ -70,11 +69,6 @@ class Tail(Static):
     def owners(self) -> int:
         """Blocks that finish columns."""
         return self.stripe // self.outputs
-
-    @property
-    def mixes_apart(self) -> bool:
-        """Whether blocks that finish no columns mix the rows."""
-        return False
 
     @property
     def latents(self) -> int:
@@ -148,10 +142,6 @@ class Mixed(Tail):
     stride_block: int = 0
     stride_p: int = 0
     stride_h: int = 0
-
-    @property
-    def mixes_apart(self) -> bool:
-        return self.few and self.phase == WHOLE
 
     @property
     def hidden(self) -> int:

@@ -1,5 +1,6 @@
 """Compiles the default configuration of every CuTe DSL kernel at the shapes of a TP16 rank of Kimi K3, and beside it
-the form for blocks that are not settled, the late and the lean one and that with units in registers, where it has them.
+the form for blocks that are not settled, the late, the lean and the paced one and that with units in registers, where
+it has them.
 
 A program of its own, so that the work spreads over processes. Writes ``{launch: {target: [registers, shared,
 spilled]}}`` as JSON to the path in its first argument, an error's text in place of the numbers. The second argument is
@@ -79,10 +80,9 @@ def forms_of(region: Region) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "-fresh", {"config": configs[0], "settled": ()}
     for config in [config for config in configs if region.kernel.late(config)][:1]:
         yield "-late", {"config": config}
-    for config in [config for config in configs if config.get("lean")][:1]:
-        yield "-lean", {"config": config}
-    for config in [config for config in configs if config.get("held")][:1]:
-        yield "-held", {"config": config}
+    for key in ("lean", "pace", "held"):
+        for config in [config for config in configs if config.get(key)][:1]:
+            yield f"-{key}", {"config": config}
 
 
 def compile_one(task: tuple[int, str, dict[str, list[int]]]) -> list[Line]:

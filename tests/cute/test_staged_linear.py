@@ -111,7 +111,7 @@ def test_blocks_that_find_room_late_have_fewer_rows(width: int, blocks: int, lat
     config = {"warps": 2, "columns": 224, "ring_kb": 30, "bulk": True, "pace_kb": 8, "late": late, "late_share": share}
     call = call_of(2, width, 896, config)
     launch = emulated(blocks).bind(call)
-    rows = grains_of_blocks(*launch.parameters.spread)
+    rows = grains_of_blocks(launch.parameters.spread)
     late = launch.parameters.late
     assert sum(rows) == width
     assert sum(rows[-late:]) / late == pytest.approx(sum(rows[:-late]) / (blocks - late) * share / 100, abs=1)
@@ -122,27 +122,37 @@ def test_blocks_that_find_room_late_have_fewer_rows(width: int, blocks: int, lat
 
 @pytest.mark.parametrize("pace", [0, 1, 2, 3, 5])
 def test_a_paced_ring_has_so_many_units_on_their_way(pace: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two warps of one block, two units of 7 KB each that all have a place: a barrier a unit. A copy is after what it
-    waited for, whatever the other warp does."""
-    module, seen = emulated(3), list[tuple[str, int]]()
+    """Two warps of one block, two units of 7 KB each that all have a place: a barrier a unit. Each warp's awaits and
+    copies, all of them before its wait for the producers; a copy is after what it waited for."""
+    module, copied = emulated(3), list[int]()
+    seen: dict[int, list[tuple[str, int]]] = {0: [], 1: []}
     copy, wait = module._copy, module.await_phase
 
+    def own() -> list[tuple[str, int]]:
+        return seen[warp_emulator._warp().number]
+
     def copy_unit(*arguments: Any) -> None:
-        seen.append(("copy", 2 * arguments[-2] + int(arguments[3].a.flat[0])))
+        number = 2 * arguments[-2] + warp_emulator._warp().number
+        own().append(("copy", number))
+        copied.append(number)
         copy(*arguments)
 
     def await_unit(at: Any, parity: Any) -> None:
         wait(at, parity)
         warp, unit = divmod(int(at.a.flat[0]) // 8, 2)
-        seen.append(("came", 2 * unit + warp))
+        assert 2 * unit + warp in copied
+        own().append(("came", 2 * unit + warp))
 
     monkeypatch.setattr(module, "_copy", copy_unit)
     monkeypatch.setattr(module, "await_phase", await_unit)
+    monkeypatch.setattr(module, "await_producers", lambda dependent: own().append(("wait", 0)))
     call = call_of(1, 48, 896, {"warps": 2, "columns": 224, "ring_kb": 60, "bulk": True, "pace_kb": 7 * pace})
     warp_emulator.run(replace(module.bind(call), grid=(1, 1, 1)), list(call.tensors.values()), seed=pace)
-    for number in range(4):
-        before = seen[: seen.index(("copy", number))]
-        assert (("came", number - pace) in before) == (0 < pace <= number)
+    for warp, events in seen.items():
+        wanted = []
+        for number in (warp, 2 + warp):
+            wanted += [("came", number - pace)] * (0 < pace <= number) + [("copy", number)]
+        assert events[: events.index(("wait", 0))] == wanted
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -165,7 +175,7 @@ def test_real_shapes(width: int, columns: int, config: dict[str, Any]) -> None:
     module = emulated(blocks=132)
     call = call_of(2, width, columns, config)
     launch = module.bind(call)
-    end = sum(grains_of_blocks(*launch.parameters.spread)[:2])
+    end = sum(grains_of_blocks(launch.parameters.spread)[:2])
     warp_emulator.run(replace(launch, grid=(2, 1, 1)), list(call.tensors.values()))
     wanted = call.tensors["x"].float() @ call.tensors["weight"][:end].float().T
     torch.testing.assert_close(call.tensors["f"][:, :end].float(), wanted, atol=2e-2, rtol=1e-2)
